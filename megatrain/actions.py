@@ -17,6 +17,7 @@ from megatrain import adam, autograd, muon, nf4
 from megatrain.adam import Adam
 from megatrain.backend import Work
 from megatrain.documents import Documents
+from megatrain.float_types import float_type
 from megatrain.lifetime import released
 from megatrain.sink import Sink
 from megatrain.store import Store
@@ -107,7 +108,12 @@ class Actions:
     def weights(self, op: Op, i: int) -> dict[str, Tensor]:
         """Layer i's parameters, adapters among them, in the buffers that `op` reads them from."""
         name = self.schedule.model.layer_name(i)
-        found = views(self.store.tensor(_named(op.reads, f"{tensors.WEIGHT}.{name}")), self.shapes(i))
+        if op.reads_quantised:
+            nf4.prepare(self.device)
+            dtype = float_type(self.schedule.workload.bytes.weight)
+            found = nf4.packed(self.read(op, tensors.QUANTISED), self.shapes(i), dtype)
+        else:
+            found = views(self.store.tensor(_named(op.reads, f"{tensors.WEIGHT}.{name}")), self.shapes(i))
         if adapters := [access for access in op.reads if access.tensor == f"{tensors.ADAPTER}.{name}"]:
             found |= views(self.store.tensor(adapters[0]), self.trained_shapes(i))
         return found

@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatrain import nf4
 from megatrain.autograd import sink_of
 from megatrain.linear import linear, unread, wide_product
 from megatrain.pointwise import PLAIN, Pointwise
 from schedules.parameters import OF_LATENT, TO_LATENT
+from schedules.quantised import BLOCK, PER_BYTE
 from schedules.workspace import EXPERTS_CHUNK
 
 # Says of a tensor how to make it again from others; see `megatrain.autograd.again`.
@@ -125,8 +127,11 @@ class Mixture:
     def _product(self, params: Mapping[str, Tensor], name: str, rows: Tensor, expert: Tensor, order: Tensor) -> Tensor:
         stored = params[f"{self.modules}.{name}"]
         bias = params.get(f"{self.modules}.{name}_bias")
-        y: Tensor = _ByExpert.apply(rows, stored, bias, expert, order, self.interleaved)  # type: ignore[no-untyped-call]
-        return y
+        how: tuple[Any, ...] = (bias, expert, order, self.interleaved)
+        if nf4.is_packed(stored):
+            largest = params[nf4.largest_of(f"{self.modules}.{name}")]
+            return _ByPackedExpert.apply(rows, stored, largest, *how)  # type: ignore[no-any-return, no-untyped-call]
+        return _ByExpert.apply(rows, stored, *how)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def route(
@@ -320,6 +325,37 @@ class _ByExpert(torch.autograd.Function):
         return d_rows, d_stored, d_bias, None, None, None
 
 
+class _ByPackedExpert(torch.autograd.Function):
+    """As `_ByExpert`, of frozen matrices in 4 bits, some of which are whole at a time, in backward again.
+
+    It waits to learn how many rows each expert has: rows of some experts cannot be told from the others' else.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        codes: Tensor,
+        largest: Tensor,
+        bias: Tensor | None,
+        expert: Tensor,
+        order: Tensor,
+        in_out: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(codes, largest, expert, order)
+        ctx.in_out = in_out
+        whose = expert.flatten()[order]
+        y = _packed_products(rows, codes, largest, _ends(whose, len(codes)), transposed=not in_out)
+        return y if bias is None else y.add_(bias[whose])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        codes, largest, expert, order = ctx.saved_tensors
+        ends = _ends(expert.flatten()[order], len(codes))
+        d_rows = _packed_products(grads[0], codes, largest, ends, transposed=ctx.in_out)
+        return d_rows, None, None, None, None, None, None
+
+
 def waits_for_gpu(dtype: torch.dtype) -> bool:
     """Whether torch's grouped products read how many rows each expert has, from the GPU that torch has chosen."""
     return dtype != torch.bfloat16 or torch.cuda.get_device_capability()[0] not in WITHOUT_WAIT
@@ -347,6 +383,22 @@ def _products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return y
 
 
+def _packed_products(rows: Tensor, codes: Tensor, largest: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
+    """As `_products` by matrices in 4 bits, or by these transposed."""
+    bounds, of_one = _bounds(ends), codes[0].numel() * PER_BYTE
+    blocks, some = of_one // BLOCK, max(EXPERTS_CHUNK // of_one, 1)
+    y = rows.new_empty(len(rows), codes.shape[1] if transposed else codes.shape[2] * PER_BYTE)
+    for first in range(0, len(codes), some):
+        last = min(first + some, len(codes))
+        start, stop = bounds[first], bounds[last]
+        if start == stop:  # no token has chosen these
+            continue
+        matrices = nf4.whole(codes[first:last], largest[first * blocks : last * blocks], rows.dtype)
+        matrices = matrices.transpose(1, 2) if transposed else matrices
+        y[start:stop] = _products(rows[start:stop], matrices, ends[first:last] - start)
+    return y
+
+
 def _outer_products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """The product of each expert's own rows of a [R, p], transposed, and of b [R, q]: [n, p, q]."""
     if a.is_cuda:
@@ -369,5 +421,9 @@ def _some_columns(stored: Tensor) -> list[slice]:
 
 
 def _parts(ends: Tensor) -> list[slice]:
-    numbers = [0, *ends.tolist()]
-    return [slice(start, end) for start, end in pairwise(numbers)]
+    return [slice(start, end) for start, end in pairwise(_bounds(ends))]
+
+
+def _bounds(ends: Tensor) -> list[int]:
+    """Where rows of experts begin, and the last one's end."""
+    return [0, *ends.tolist()]

@@ -77,6 +77,11 @@ def replayed(schedule: Schedule, works: Sequence[Work]) -> list[Work]:
 
     Raises InputError where experts' products would wait for the GPU, as no graph may.
     """
+    if schedule.model.num_experts and any(op.reads_quantised for op in schedule.ops):
+        raise InputError(
+            f"{schedule.model.name}'s experts cannot be replayed as CUDA graphs where ops make them whole: these wait "
+            "for the GPU; leave --graphs out, or have whole blocks made"
+        )
     if schedule.model.num_experts and waits_for_gpu(float_type(schedule.workload.bytes.activation)):
         raise InputError(
             f"{schedule.model.name}'s experts cannot be replayed as CUDA graphs here: in fp32, and on all but Hopper "

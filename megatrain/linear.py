@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatrain import fp8
-from megatrain.autograd import sink_of
+from megatrain import fp8, nf4
+from megatrain.autograd import again, sink_of
 from megatrain.pointwise import Pointwise
 
 LORA_SCALE = 2.0  # alpha over rank, the usual choice of LoRA's users
@@ -41,15 +43,36 @@ def linears(
 
     Adapters stand beside each, or beside all as one projection, which is called `fused`.
     """
-    weights, biases = [params[f"{name}.weight"] for name in names], [params.get(f"{name}.bias") for name in names]
-    if in_fp8 is None:
-        products = _products(x, weights, biases, output)
-    else:
-        products = _Fp8Products.apply(x, output, in_fp8, *weights, *biases)  # type: ignore[no-untyped-call]
-    beside: Sequence[Tensor | None] = [_adapters(params, name, x, output) for name in names]
+    biases = [params.get(f"{name}.bias") for name in names]
+    with ExitStack() as kept:
+        weights = [kept.enter_context(matrix(params, f"{name}.weight", x.dtype)) for name in names]
+        if in_fp8 is None:
+            products = _products(x, weights, biases, output)
+        else:
+            products = _Fp8Products.apply(x, output, in_fp8, *weights, *biases)  # type: ignore[no-untyped-call]
+        del weights  # what was made for these products is not needed for the adapters'
+    found = list(products)
+    del products  # or each would be there until all have their sums
+    beside: Sequence[Tensor] = ()
     if (of_all := _adapters(params, fused, x, output)) is not None:
-        beside = torch.split(of_all, [y.shape[-1] for y in products], dim=-1)
-    return [y if more is None else added(y, more, output) for y, more in zip(products, beside, strict=True)]
+        beside = torch.split(of_all, [y.shape[-1] for y in found], dim=-1)
+    for k, name in enumerate(names):
+        more = beside[k] if beside else _adapters(params, name, x, output)
+        if more is not None:
+            found[k] = added(found[k], more, output)
+    return found
+
+
+@contextmanager
+def matrix(params: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    """A matrix of a layer. One in 4 bits is made whole, and within this autograd keeps the bits, to make it again."""
+    if not nf4.is_packed(stored := params[name]):
+        yield stored
+        return
+    make = functools.partial(nf4.whole, dtype=dtype)
+    made = make(stored, largest := params[nf4.largest_of(name)])
+    with again(made, make, stored, largest):
+        yield made
 
 
 def _adapters(params: Mapping[str, Tensor], name: str, x: Tensor, output: bool) -> Tensor | None:

@@ -1,4 +1,5 @@
-"""Frozen weights in 4 bits, NF4 (QLoRA, arXiv:2305.14314): made once before training, and whole again to compute with.
+"""Frozen weights in 4 bits, NF4 (QLoRA, arXiv:2305.14314): made once before training, and whole again to compute with,
+a block at once or each matrix by the op that multiplies with it.
 
 A block's slab, `schedules.quantised`: the largest magnitudes of all its matrices, fp32; its norms, biases and router,
 as they are computed with; and codes, two of a matrix's neighbours a byte, the first in the upper half.
@@ -72,21 +73,64 @@ def dequantising(slab: Tensor, weights: Tensor, shapes: Mapping[str, tuple[int, 
     Nothing waits when it is called: what it needs beside them is there.
     """
     pieces = torch.split(weights, [math.prod(shape) for shape in shapes.values()])
-    kernels, chunk = _kernels_on(weights.device), CHUNK[weights.device.type]
-    found, table = parts(slab, shapes, weights.dtype).values(), levels(weights.device)
-    pairs = _pairs(weights.device)
+    found = parts(slab, shapes, weights.dtype).values()
+    prepare(weights.device)
 
     def run() -> None:
-        for part, whole in zip(found, pieces, strict=True):
+        for part, into in zip(found, pieces, strict=True):
             if isinstance(part, Tensor):
-                whole.copy_(part)
-            elif kernels is not None:
-                kernels.dequantise(part.codes, part.largest, table, whole)
+                into.copy_(part)
             else:
-                for start in range(0, len(whole), chunk):
-                    _dequantise(_chunk(part, start, chunk), whole[start : start + chunk], pairs)
+                _make_whole(part, into)
 
     return run
+
+
+def prepare(device: torch.device) -> None:
+    """Have there what `whole` needs beside its arguments, so that nothing waits when it is called."""
+    _kernels_on(device), levels(device), _pairs(device)
+
+
+def packed(slab: Tensor, shapes: Mapping[str, tuple[int, ...]], weight: torch.dtype) -> dict[str, Tensor]:
+    """The parameters of a block for ops that make matrices whole themselves, as views into its slab.
+
+    A matrix is its codes, uint8 [..., in / 2], and its largest magnitudes, fp32, which are called as `largest_of` says.
+    """
+    found = {}
+    for name, part in parts(slab, shapes, weight).items():
+        *rows, columns = shapes[name]
+        if isinstance(part, Tensor):
+            found[name] = part.view(shapes[name])
+        else:
+            found[name] = part.codes.view(*rows, columns // PER_BYTE)
+            found[largest_of(name)] = part.largest
+    return found
+
+
+def largest_of(name: str) -> str:
+    """What a packed matrix's largest magnitudes are called."""
+    return f"{name}.largest"
+
+
+def is_packed(parameter: Tensor) -> bool:
+    """Whether a parameter is codes, which have to be made whole."""
+    return parameter.dtype == torch.uint8
+
+
+def whole(codes: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix, or matrices, [..., in] of codes [..., in / 2] and as many largest magnitudes as it has blocks."""
+    made = torch.empty(*codes.shape[:-1], codes.shape[-1] * PER_BYTE, dtype=dtype, device=codes.device)
+    _make_whole(Matrix(codes=codes.flatten(), largest=largest), made.view(-1))
+    return made
+
+
+def _make_whole(part: Matrix, into: Tensor) -> None:
+    if (kernels := _kernels_on(into.device)) is not None:
+        kernels.dequantise(part.codes, part.largest, levels(into.device), into)
+        return
+    chunk, pairs = CHUNK[into.device.type], _pairs(into.device)
+    for start in range(0, len(into), chunk):
+        _dequantise(_chunk(part, start, chunk), into[start : start + chunk], pairs)
 
 
 def _chunk(part: Matrix, start: int, size: int) -> Matrix:

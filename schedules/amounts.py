@@ -10,6 +10,7 @@ from schedules import tensor as tensors
 from schedules.flops import op_flops
 from schedules.model import ModelSpec
 from schedules.op import Phase
+from schedules.quantised import made_whole_bytes, whole_at_once_bytes
 from schedules.sizes import tensor_bytes
 from schedules.tensor import Part, parse
 from schedules.traffic import op_bytes
@@ -23,8 +24,8 @@ class Amounts:
     def __init__(self, model: ModelSpec, workload: Workload) -> None:
         self._model, self._workload = model, workload
         self._nbytes: dict[str, int] = {}
-        self._computed: dict[tuple[str, Phase, bool, bool], tuple[int, int]] = {}
-        self._workspace: dict[tuple[str, Phase, bool], int] = {}
+        self._computed: dict[tuple[str, Phase, bool, bool, bool], tuple[int, int]] = {}
+        self._workspace: dict[tuple[str, Phase, bool, bool], int] = {}
         self._updated: dict[tuple[int | None, Phase, Part | None, tuple[str, ...]], tuple[int, int, int]] = {}
 
     def tensor(self, name: str) -> int:
@@ -33,23 +34,26 @@ class Amounts:
             self._nbytes[name] = tensor_bytes(name, self._model, self._workload)
         return self._nbytes[name]
 
-    def compute(self, i: int, phase: Phase, *, output: bool, fused: bool) -> tuple[int, int]:
+    def compute(self, i: int, phase: Phase, *, output: bool, fused: bool, quantised: bool = False) -> tuple[int, int]:
         """FLOPs of a compute op on layer i, and bytes that it moves through device memory. Raises ModelError.
 
-        `output`: it makes the layer's output.
+        `output`: it makes the layer's output; `quantised`: it makes weights whole.
         """
-        key = self._model.layer_kind(i), phase, output, fused
+        key = self._model.layer_kind(i), phase, output, fused, quantised
         if key not in self._computed:
             flops = op_flops(self._model, i, phase, self._workload, output=output)
             nbytes = op_bytes(self._model, i, phase, self._workload, fused=fused, output=output)
+            nbytes += made_whole_bytes(self._model, i, self._workload) if quantised else 0
             self._computed[key] = flops, nbytes
         return self._computed[key]
 
-    def workspace(self, i: int, phase: Phase, *, output: bool = True) -> int:
+    def workspace(self, i: int, phase: Phase, *, output: bool = True, quantised: bool = False) -> int:
         """Bytes that a compute op on layer i, or the optimizer's step on the device, takes beside its buffers."""
-        key = self._model.layer_kind(i), phase, output
+        key = self._model.layer_kind(i), phase, output, quantised
         if key not in self._workspace:
-            self._workspace[key] = workspace_bytes(self._model, i, phase, self._workload, output=output)
+            taken = workspace_bytes(self._model, i, phase, self._workload, output=output)
+            taken += whole_at_once_bytes(self._model, i, self._workload) if quantised else 0
+            self._workspace[key] = taken
         return self._workspace[key]
 
     def update(self, i: int | None, phase: Phase, touched: Iterable[str], part: Part | None) -> tuple[int, int, int]:

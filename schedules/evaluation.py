@@ -77,5 +77,7 @@ def _counted(op: Op, amounts: Amounts) -> Op:
     if op.kind != Kind.COMPUTE:
         return op
     assert op.layer is not None
-    flops, nbytes = amounts.compute(op.layer, op.phase, output=op.makes_output, fused=True)
+    flops, nbytes = amounts.compute(
+        op.layer, op.phase, output=op.makes_output, fused=True, quantised=op.reads_quantised
+    )
     return replace(op, flops=flops, nbytes=nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Literal
 
 from schedules.end_layers import end_buffers
 from schedules.op import Stream, Tier
@@ -10,6 +11,7 @@ from schedules.program import Program
 from schedules.quantised import is_quantised
 from schedules.sweep import Window
 
+Whole = Literal["blocks", "matrices"]  # what quantised weights become whole weights by
 PASSING = 2  # blocks on their way from a drive through the host
 
 
@@ -18,8 +20,9 @@ class Frozen:
 
     Layers that are `staying` live on the device, blocks that are `on_drive` on NVMe, all others on the host. Blocks
     come through a ring of `slots`, in the order of `visits`, of which those that stay are none; the embedding and the
-    head have buffers of their own. What is quantised is made whole on the compute stream, in one buffer for all blocks,
-    just before a block computes: that takes a fraction of the time that copies of whole weights would.
+    head have buffers of their own. What is quantised is made whole on the compute stream, which takes a fraction of the
+    time that copies of whole weights would: all of a block in one buffer for all blocks, just before it computes, or by
+    `matrices`, within each of its ops.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class Frozen:
         staying: Collection[int],
         on_drive: Collection[int],
         slots: int,
+        whole: Whole = "blocks",
     ) -> None:
         self._program, self._staying, self._on_drive = p, staying, on_drive
         p.keep_on_device(*map(self.kept, staying))
@@ -37,7 +41,8 @@ class Frozen:
         self._passing = p.slots("passing", PASSING, Tier.HOST) if on_drive else None
         self._ring = p.slots("weight", slots)
         self._ends = end_buffers(p, "weight")
-        self._whole = p.buffer("whole") if p.workload.quantised is not None else ""
+        at_once = p.workload.quantised is not None and whole == "blocks"
+        self._whole = p.buffer("whole") if at_once else None
         self._window = Window([i for i in visits if i not in staying], ahead=slots)
 
     def kept(self, i: int) -> str:
@@ -53,6 +58,8 @@ class Frozen:
         buffer = None if i in self._staying else self._window.weights(i, self._fetch)
         if not is_quantised(p.model, i, p.workload):
             return buffer
+        if self._whole is None:
+            return buffer or p.home(p.quantised(i))
         if p.holds(self._whole) == p.weight(i):
             return self._whole
         return p.dequantise(i, out_of=buffer, into=self._whole)

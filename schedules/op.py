@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from schedules.tensor import OUTPUT, parse
+from schedules.tensor import OUTPUT, QUANTISED, parse
 
 
 class Kind(StrEnum):
@@ -118,6 +118,11 @@ class Op:
     def makes_output(self) -> bool:
         """Whether it writes a layer's output."""
         return any(parse(access.tensor).cls == OUTPUT for access in self.writes)
+
+    @property
+    def reads_quantised(self) -> bool:
+        """Whether it computes with quantised weights, and so makes each matrix whole that it multiplies with."""
+        return self.kind == Kind.COMPUTE and any(parse(access.tensor).cls == QUANTISED for access in self.reads)
 
     @property
     def takes_workspace(self) -> bool:

@@ -16,7 +16,10 @@ COMPUTE = (Phase.EMBED, Phase.FORWARD, Phase.RECOMPUTE, Phase.LOSS, Phase.BACKWA
 
 
 def needed(schedule: Schedule, op: Op) -> tuple[list[str], list[str]]:
-    """Tensors that a compute op must read and write, whatever else it touches."""
+    """Tensors that a compute op must read and write, whatever else it touches.
+
+    Quantised weights stand for whole ones: an op that reads them makes of them what it multiplies with.
+    """
     model, i, m = schedule.model, op.layer, op.microbatch
     assert i is not None and m is not None
     name = model.layer_name
@@ -26,7 +29,7 @@ def needed(schedule: Schedule, op: Op) -> tuple[list[str], list[str]]:
 
     workload = schedule.workload
     updated = trained.layers(model, workload)
-    weights = [at(tensors.WEIGHT, i)]
+    weights = [at(tensors.QUANTISED if op.reads_quantised else tensors.WEIGHT, i)]
     if workload.lora_rank is not None and model.is_block(i):
         weights.append(at(tensors.ADAPTER, i))
     if op.phase == Phase.EMBED:

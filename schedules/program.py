@@ -19,6 +19,7 @@ from schedules.model import ModelSpec
 from schedules.most_ops import require_few
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.optimizer import matrices
+from schedules.quantised import is_quantised
 from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
 from schedules.tensor import Part, describe, parse
@@ -128,7 +129,8 @@ class Program(Buffers):
     ) -> None:
         """Run layer i (the embedding or a block) on micro-batch m.
 
-        `weights` is the device buffer holding them (their home if left out). `keep` is what stays for the
+        `weights` is the device buffer holding them (their home if left out), whole or quantised: an op then makes each
+        matrix whole that it multiplies with. `keep` is what stays for the
         backward: "all" the input and the activations inside, "input" only the input, "nothing" neither.
         """
         i, m = index(i, "forward"), index(m, "forward")
@@ -261,8 +263,10 @@ class Program(Buffers):
     ) -> None:
         if bound:
             adapters = [(self.home(self.adapter(i)), self.adapter(i))] if self._has_adapters(i) else []
-            reads = [(weights or self.home(self.weight(i)), self.weight(i)), *adapters, *reads]
-        flops, nbytes = self._amounts.compute(i, phase, output=output, fused=self._fused)
+            own = self._weights_in(weights, i)
+            reads = [(weights or self.home(own), own), *adapters, *reads]
+        quantised = any(parse(tensor).cls == tensors.QUANTISED for _, tensor in reads)
+        flops, nbytes = self._amounts.compute(i, phase, output=output, fused=self._fused, quantised=quantised)
         letter = {Phase.RECOMPUTE: "R", Phase.BACKWARD: "B", Phase.LOSS: "L"}.get(phase, "F")
         self._emit(
             f"{letter}.{self.model.layer_name(i)}.{m}",
@@ -278,6 +282,14 @@ class Program(Buffers):
             params=self.model.params(i),
             blocking=blocking,
         )
+
+    def _weights_in(self, buffer: str | None, i: int) -> str:
+        """Layer i's weights as a buffer has them: whole, or quantised."""
+        if buffer is not None and is_quantised(self.model, i, self.workload):
+            packed = self.quantised(i)
+            if self.holds(buffer) == packed or self._homes.get(packed) == buffer:
+                return packed
+        return self.weight(i)
 
     def _has_adapters(self, i: int) -> bool:
         return self.workload.lora_rank is not None and self.model.is_block(i)
@@ -442,8 +454,10 @@ class Program(Buffers):
 
     def device_bytes(self) -> int:
         """Device bytes that the program takes as far as it is written, its largest workspace included."""
-        ran = {(op.layer, op.phase) for op in self._ops if op.takes_workspace and op.layer is not None}
-        workspaces = (self._amounts.workspace(i, phase) for i, phase in ran)
+        ran = {
+            (op.layer, op.phase, op.reads_quantised) for op in self._ops if op.takes_workspace and op.layer is not None
+        }
+        workspaces = (self._amounts.workspace(i, phase, quantised=quantised) for i, phase, quantised in ran)
         return sum(b.nbytes for b in self._used() if b.tier == Tier.DEVICE) + max(workspaces, default=0)
 
     # ---- the schedule

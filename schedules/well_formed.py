@@ -270,7 +270,10 @@ def _amounts(schedule: Schedule, op: Op, amounts: Amounts) -> dict[str, Collecti
         return {"nbytes": (nbytes,), "flops": (multiplied,), "params": (params,), "fresh": fresh}
     assert op.layer is not None
     # whether a system's kernels are fused is its own affair
-    ways = [amounts.compute(op.layer, op.phase, output=op.makes_output, fused=fused) for fused in (True, False)]
+    ways = [
+        amounts.compute(op.layer, op.phase, output=op.makes_output, fused=fused, quantised=op.reads_quantised)
+        for fused in (True, False)
+    ]
     flops, nbytes_of = zip(*ways, strict=True)
     return {"nbytes": set(nbytes_of), "flops": set(flops), "params": (schedule.model.params(op.layer),)}
 

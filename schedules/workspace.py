@@ -53,7 +53,8 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     saves all but q and k before rotary and the two branches' outputs, the second only with an `output`.
     Without rotary embedding q and k are there once; of latent attention see `_beside_attention`. Experts add their
     copies of the hidden state, and beside an MLP their input; of a latent vector in its place that, and their sum.
-    Without a gate an MLP has two as wide as itself.
+    Without a gate an MLP has two as wide as itself. Adapters make one more as wide, beside a product and their sum, and
+    where they are of gate and up together two.
     Embedding: none forward, and what sorting the tokens takes is ignored; backward, where gradients have 16 bits, the
     fp32 terms of some columns, sorted, and sums, and where they have 32 its terms if they are scaled. The optimizer's
     step: see `schedules.optimizer`.
@@ -92,12 +93,13 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
 def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, output: bool) -> int:
     h, f = model.hidden_size, model.mlp_width(i)
     tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
-    wide = model.mlp_matrices * f
+    matrices = model.mlp_matrices + (_beside_products(model, workload) if phase == Phase.FORWARD else 0)
+    wide = matrices * f
     recurrence = model.recurrence(i)
     if model.has_experts(i):  # then those that are shared, or in backward before, beside what the others returned
         chosen, beside = f - model.shared_width, h * (bool(model.n_shared_experts) + model.experts_beside_mlp)
         copied = 2 * (model.num_experts_per_tok * model.expert_input + model.moe_latent_size)
-        wide = beside + max(model.mlp_matrices * chosen + copied, model.mlp_matrices * model.shared_width)
+        wide = beside + max(model.mlp_matrices * chosen + copied, matrices * model.shared_width)
     if workload.recompute == "mlp":
         return _chunked_workspace_bytes(model, i, phase, workload, output)
     if phase == Phase.BACKWARD:
@@ -114,6 +116,13 @@ def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Wor
         of_norm = 0 if model.has_mlp(i) else 5 * h * a  # that is not compiled, where no MLP takes more
         per_token = max(normed * a + _attention_bytes(model, i, workload), (normed + h + wide) * a, of_norm)
     return tokens * per_token
+
+
+def _beside_products(model: ModelSpec, workload: Workload) -> int:
+    """How many more as wide as an MLP are there at once where adapters add to its first products."""
+    if workload.lora_rank is None:
+        return 0
+    return 1 + (model.fused_gate_up or model.fused_projections)
 
 
 def _scaled_gradients(model: ModelSpec) -> int:
@@ -171,7 +180,7 @@ def _attention_backward_bytes(model: ModelSpec, i: int, workload: Workload) -> i
 def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, output: bool) -> int:
     h, f = model.hidden_size, model.mlp_width(i)
     tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
-    chunk = min(tokens, MLP_CHUNK_TOKENS)
+    chunk, wide = min(tokens, MLP_CHUNK_TOKENS), (3 + _beside_products(model, workload)) * f
     if phase == Phase.BACKWARD:
         sizes = {name: math.prod(shape) for name, shape in shapes(model, workload, i).items()}
         sums = sum(size for name, size in sizes.items() if name.startswith("mlp.")) * FP32
@@ -183,7 +192,7 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
     if phase == Phase.RECOMPUTE:
         recurrence, turned = model.recurrence(i), _beside_attention(model, i)
         chunks = 0 if recurrence is None else tokens * _chunks_bytes(recurrence, workload, backward=False)
-        of_mlp = tokens * (turned + 2 * h) * a + chunk * 3 * f * a if output else tokens * (turned + h) * a
+        of_mlp = tokens * (turned + 2 * h) * a + chunk * wide * a if output else tokens * (turned + h) * a
         return max(of_mlp, tokens * h * a + chunks)
     attention = (h if model.pre_norm else 0) * a + _attention_bytes(model, i, workload)
     of_norms = (6 if model.post_norm else 5) * h * a
@@ -192,4 +201,4 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
         given = h + heads.q_width + heads.gate_width + heads.k_width + heads.v_width
         given += heads.v_width if model.value_norm and not heads.values_are_keys else 0
         of_norms = max(of_norms, given * a + 2 * heads.q_width * FP32)
-    return max(tokens * max(attention, of_norms), (tokens * 3 * h + chunk * 3 * f) * a)
+    return max(tokens * max(attention, of_norms), (tokens * 3 * h + chunk * wide) * a)

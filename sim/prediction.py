@@ -312,7 +312,11 @@ def _estimates(schedule: Schedule) -> Callable[[Op], int]:
     workspace = amounts_of(schedule.model, schedule.workload).workspace
 
     def estimated(op: Op) -> int:
-        return 0 if op.layer is None else workspace(op.layer, op.phase, output=op.makes_output)
+        return (
+            0
+            if op.layer is None
+            else workspace(op.layer, op.phase, output=op.makes_output, quantised=op.reads_quantised)
+        )
 
     return estimated
 

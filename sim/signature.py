@@ -21,7 +21,8 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
     """What decides an op's time on a given machine where no link and no drive does, as one word for tables.
 
     Compute: model, kind of layer, phase, whether activations are kept, whether a recompute makes its output, and
-    whether a gradient is added to, micro-batch x sequence, element type, format of products. Updates and copies within
+    whether a gradient is added to, micro-batch x sequence, element type, format of products, and of weights that it
+    makes whole. Updates and copies within
     a tier: model, kind of layer, what is passed over, or the optimizer whose step it is, whose threads do it,
     precision, parts of the layer.
     """
@@ -42,6 +43,8 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
         element += f"/{workload.recompute} again"
     if workload.matmul is not None and op.layer is not None and model.is_block(op.layer):
         element += f"/{workload.matmul}"
+    if op.reads_quantised:
+        element += f"/{workload.quantised}"
     return f"{model.name}/{layer}/{op.phase}{keep}{add}/{shape}/{element}"
 
 

@@ -229,7 +229,8 @@ class Some(RandomTokens):
     sequences = 10
 
 
-POLICIES = [*policies.names(), *(f"{name} quantised=nf4" for name in ("lora_streamed", "flexgen_block"))]
+QUANTISED = ("lora_streamed quantised=nf4", "lora_streamed quantised=nf4 whole=matrices", "flexgen_block quantised=nf4")
+POLICIES = [*policies.names(), *QUANTISED]
 
 
 def built(policy: str, model: ModelSpec, workload: Workload) -> Schedule:

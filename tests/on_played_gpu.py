@@ -26,7 +26,7 @@ from gpu_case import Case
 from hand_written import WRITERS, small
 from torch._inductor import metrics
 
-from megatrain import autograd, cuda, muon, train
+from megatrain import autograd, cuda, experts, muon, nf4, train
 from megatrain.adam import Adam
 from megatrain.backend import OpFailed
 from megatrain.cpu import CpuEvent
@@ -41,9 +41,11 @@ from megatrain.pointwise import FUSED, PLAIN, Pointwise, _compiled, compiled
 from megatrain.sink import Sink
 from megatrain.template import Block, templates
 from schedules import policies, presets
+from schedules.amounts import Amounts
 from schedules.model import ModelSpec
 from schedules.op import Phase, Tier
 from schedules.optimizer import matrices, state_bytes
+from schedules.quantised import quantised_bytes
 from schedules.saved import saved_bytes
 from schedules.schedule import Schedule
 from schedules.workload import PRECISIONS, RECOMPUTED, MemoryBudget, Workload
@@ -414,6 +416,41 @@ def test_ops_of_a_large_block_take_no_more_than_is_counted(
     assert peak_bytes(again) - saved.nbytes < counted[Phase.BACKWARD]  # which is to come
     taken = peak_bytes(lambda: autograd.backward(saved, params, x, dy, sinks))
     assert least[1] < taken / counted[Phase.BACKWARD] < 1
+
+
+@unsanitized
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b", "gpt-oss-20b", "deepseek-v2-lite", "qwen3-30b-a3b", "granite-4.0-h-micro"]
+)
+def test_ops_that_make_matrices_whole_take_no_more_than_is_counted(
+    name: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nf4, "CHUNK", {"cuda": 1 << 20})  # where a GPU has a kernel
+    model = presets.load(name)
+    workload = Workload(micro_batch_size=batch, seq_len=4096, lora_rank=16, quantised="nf4")
+    i, rows = model.largest_block, workload.tokens_per_microbatch * model.num_experts_per_tok
+    # a GPU without numbers has no routes either
+    monkeypatch.setattr(experts, "_bounds", lambda ends: [rows * e // len(ends) for e in range(len(ends) + 1)])
+    block, params, x, dy, _ = first_block(model, workload, compiled())
+    del params
+    slab = torch.empty(quantised_bytes(model, i, workload), dtype=torch.uint8, device="cuda")
+    packed = nf4.packed(slab, model.parameter_shapes(i), torch.bfloat16)
+    adapters = {name: bf16(*shape) for name, shape in model.adapter_shapes(i, 16).items()}
+    sinks = {name: Sink(torch.zeros_like(p), False) for name, p in adapters.items()}
+
+    def alone() -> None:
+        with torch.no_grad():
+            block.forward(packed | adapters, x)
+
+    alone()
+    amounts = Amounts(model, workload)
+    forward, backward = (amounts.workspace(i, phase, quantised=True) for phase in (Phase.FORWARD, Phase.BACKWARD))
+    assert 0.65 < peak_bytes(alone) / forward < 1.03
+    _, saved = autograd.forward(block, packed | adapters, x, trained=adapters)
+    assert saved.nbytes == saved_bytes(model, i, workload)
+    taken = peak_bytes(lambda: autograd.backward(saved, packed | adapters, x, dy, sinks))
+    assert 0.7 < taken / backward < 1
 
 
 @unsanitized

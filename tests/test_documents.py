@@ -416,10 +416,16 @@ def test_a_faster_link_may_make_a_schedule_slower_as_is_told() -> None:
 
 def test_what_is_said_of_weights_in_4_bits_is_predicted_so() -> None:
     def adapters(
-        model: str, machine: str, batch: int, room: tuple[str, ...] = (), seq_len: int = 1024, **knobs: Knob
+        model: str,
+        machine: str,
+        batch: int,
+        room: tuple[str, ...] = (),
+        seq_len: int = 1024,
+        accumulation: int = 1,
+        **knobs: Knob,
     ) -> Prediction:
         profile = hardware.override(hardware.load(machine), room)
-        step = Workload(micro_batch_size=batch, seq_len=seq_len)
+        step = Workload(micro_batch_size=batch, accumulation=accumulation, seq_len=seq_len)
         found = policies.build("lora_streamed", presets.load(model), step, memory_of(profile), **knobs)
         return predict(found, profile)
 
@@ -440,6 +446,25 @@ def test_what_is_said_of_weights_in_4_bits_is_predicted_so() -> None:
     largest = adapters("llama-3.1-405b", "rtx5090", 4, quantised="nf4", nvme=76, activations="inputs", resident=0)
     assert not largest.does_not_fit
     says("docs/training.md", f"predicted to learn at {told(largest)}")
+    by_matrices = {"quantised": "nf4", "activations": "inputs", "whole": "matrices"}
+    rows = table(
+        "docs/training.md", "LoRA beside NF4, `whole=matrices`, an RTX 5090 (datasheet, predicted), 16 sequences"
+    )
+    for name, row in zip(("deepseek-v3.2", "glm-5", "kimi-k2"), rows, strict=True):
+        params, batch = presets.load(name).total_params, int(row[1])
+        found = adapters(name, "rtx5090", batch, ("host.memory=1TB",), 2048, 16 // batch, **by_matrices)
+        assert not found.does_not_fit and f"{params / 1e9:,.0f} billion" in row[0]
+        sizes = [f"{found.peak_bytes[tier] / 1e9:.1f} GB" for tier in (Tier.DEVICE, Tier.HOST)]
+        assert row[2:] == [*sizes, told(found)]
+        assert adapters(name, "rtx5090", 1, ("host.memory=1TB",), 2048, quantised="nf4", resident=0).does_not_fit
+    at_once, apart = (
+        adapters("deepseek-v3.2", "h200", 4, (), 2048, 4, **{**by_matrices, "whole": whole})
+        for whole in ("blocks", "matrices")
+    )
+    says("docs/training.md", f"makes {told(at_once)} of DeepSeek-V3.2 in these steps, and {apart.tokens_per_s:,.0f}")
+    says(
+        "docs/training.md", f"a block of a GLM-5 is {presets.load('glm-5').params(5) * 2 / 1e9:.1f} GB when it is whole"
+    )
     on_desktop = adapters(
         "nemotron-3-super-120b-a12b", "rtx5090", 3, ("host.memory=128GB",), seq_len=4096, quantised="nf4"
     )

@@ -12,22 +12,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import MODELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import in_nf4
 from scipy.stats import norm
 
-from megatrain import initial, nf4, session
+from megatrain import autograd, experts, graphs, initial, nf4, session
 from megatrain.adam import Adam
 from megatrain.checkpoint import CheckpointError
-from megatrain.template import views
+from megatrain.sink import Sink
+from megatrain.template import templates, views
 from megatrain.training_files import Files
 from schedules import policies, presets
+from schedules.amounts import Amounts
 from schedules.errors import InputError
 from schedules.hazards import minimal_waits
 from schedules.op import Access, Kind, Phase, Stream, Tier
 from schedules.program import Program
-from schedules.quantised import blocks, code_bytes, in_few_bits, quantised_bytes
+from schedules.quantised import blocks, code_bytes, in_few_bits, quantised_bytes, whole_at_once_bytes
+from schedules.saved import saved_bytes
 from schedules.schedule import Schedule
 from schedules.verify import ScheduleError, Verified, verify
 from schedules.workload import MemoryBudget, Workload
@@ -257,6 +261,143 @@ def test_biases_of_experts_and_routers_stay_and_matrices_do_not(architecture: st
     for name, values in views(whole, moe.parameter_shapes(0)).items():
         stays = values.dim() == 1 or name.endswith("bias") or name in ("mlp.gate.weight", "mlp.router.weight")
         assert (values.unique().numel() == values.numel()) == stays, name
+
+
+# ---- matrices that ops make whole themselves
+
+MATRICES = {"whole": "matrices", "resident": 0, "keep": 0}
+
+
+def test_a_packed_matrix_is_made_the_same_whole() -> None:
+    shapes = {"norm.weight": (5,), "p.weight": (7, 10), "experts.up_proj": (3, 32, 6), "p.bias": (7,)}
+    values = torch.randn(sum(math.prod(shape) for shape in shapes.values()))
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    slab = torch.empty(4 * (2 + 9) + 2 * (5 + 7) + 35 + 288, dtype=torch.uint8)
+    nf4.quantise(values, slab, shapes, torch.bfloat16)
+    right = through(values, shapes, torch.bfloat16).split(sizes)
+    found = nf4.packed(slab, shapes, torch.bfloat16)
+    assert found.keys() == {*shapes, "p.weight.largest", "experts.up_proj.largest"}
+    for (name, shape), of in zip(shapes.items(), right, strict=True):
+        part = found[name]
+        whole = nf4.whole(part, found[nf4.largest_of(name)], torch.bfloat16) if nf4.is_packed(part) else part
+        assert whole.shape == shape and torch.equal(whole.flatten(), of)
+
+
+def test_ops_that_read_quantised_weights_make_them_whole() -> None:
+    at_once, apart = (schedule(**{**MATRICES, "whole": whole}) for whole in ("blocks", "matrices"))
+    verify(apart)
+    assert "whole" in at_once.buffer and "whole" not in apart.buffer
+    assert not [op for op in apart.ops if op.phase == Phase.CAST]
+    more = {op.name: op for op in apart.ops if op.kind == Kind.COMPUTE}
+    matrices = sum(math.prod(s) for name, s in MODEL.parameter_shapes(0).items() if in_few_bits(name, s))
+    moved = matrices * (0.5 + 4 / 64 + 4)  # codes and magnitudes read, fp32 written
+    computed = [op for op in at_once.ops if op.kind == Kind.COMPUTE]
+    assert [op.name for op in computed] == list(more)
+    for op in computed:
+        assert more[op.name].nbytes - op.nbytes == (moved if op.layer in MODEL.blocks else 0)
+        assert more[op.name].flops == op.flops and more[op.name].writes == op.writes
+
+
+def test_what_ops_make_whole_at_once_is_counted() -> None:
+    """Of a Llama gate and up; of a mixture some experts; of latent attention all that has the block's input."""
+    bf16 = replace(STEP, precision="bf16", lora_rank=2, quantised="nf4")
+    llama, mixture = presets.load("llama-3.1-8b"), presets.load("glm-5")
+    assert whole_at_once_bytes(llama, 0, bf16) == 2 * 2 * 14336 * 4096
+    assert whole_at_once_bytes(mixture, 5, bf16) == 2 * (1 << 29)
+    few = replace(mixture, num_experts=8, n_group=1, topk_group=1)
+    assert whole_at_once_bytes(few, 5, bf16) == 2 * 8 * 2 * 2048 * 6144
+    alone = replace(few, num_experts_per_tok=1, num_experts=1)
+    assert whole_at_once_bytes(alone, 5, bf16) == 2 * 64 * 256 * 6144, "the output projection"
+    amounts = Amounts(llama, bf16)
+    whole, packed = (amounts.workspace(0, Phase.BACKWARD, quantised=q) for q in (False, True))
+    assert packed - whole == 2 * 2 * 14336 * 4096
+
+
+def test_an_op_reads_its_own_blocks_quantised_weights() -> None:
+    of = schedule(**MATRICES)
+    (op,) = (op for op in of.ops if op.name == "F.0.0")
+    others = tuple(Access(a.buffer, "q.1") if a.tensor == "q.0" else a for a in op.reads)
+    with pytest.raises(ScheduleError, match=r"F\.0\.0 .* reads q\.1"):
+        verify(changed(of, "F.0.0", reads=others))
+    with pytest.raises(ScheduleError, match=rf"F\.0\.0 declares {op.nbytes - 1} bytes"):
+        verify(changed(of, "F.0.0", nbytes=op.nbytes - 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"intermediate_size": 33}, r"mlp.down_proj.weight has rows of 33 weights, whose 4 bits are not apart: make"),
+        ({"moe_intermediate_size": 10, "hidden_size": 36}, r"experts.gate_up_proj has experts of 720"),
+    ],
+)
+def test_matrices_whose_bits_are_not_apart_are_made_whole_as_a_block(changes: dict[str, Any], told: str) -> None:
+    preset = "tiny-moe" if "moe_intermediate_size" in changes else "tiny"
+    model = replace(presets.load(preset), num_hidden_layers=1, **changes)
+    with pytest.raises(InputError, match=told):
+        policies.build("lora_streamed", model, STEP, ROOM, quantised="nf4", whole="matrices")
+    verify(policies.build("lora_streamed", model, STEP, ROOM, quantised="nf4"))
+
+
+def test_a_machine_is_measured_with_ops_that_make_matrices_whole() -> None:
+    of, at_once = schedule(**MATRICES), schedule(keep=0, resident=0)
+    found, others = ({*timed(each, "computed").values()} for each in (of, at_once))
+    blocks = {key for key in found if "/block/" in key}
+    assert blocks and all(key.endswith("/lora16/nf4") for key in blocks) and not blocks & others
+    assert found - blocks <= others, "embedding and loss are the same"
+
+
+@pytest.mark.parametrize("recompute", ["none", "pointwise"])
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "gpt-oss", "deepseek-v3", "qwen3.5-moe", "gemma4, with experts"])
+def test_a_block_computes_the_same_by_matrices(name: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients too, to the bit, with experts made whole three at a time, and nothing kept of what was made."""
+    model, work = MODELS[name], replace(STEP, lora_rank=2, quantised="nf4", recompute=recompute)
+    i = model.num_hidden_layers - 1
+    shapes, adapters = model.parameter_shapes(i), model.adapter_shapes(i, 2)
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    monkeypatch.setattr(experts, "EXPERTS_CHUNK", 3 * max(sizes) // max(model.num_experts, 1))
+    values = 0.1 * torch.randn(sum(sizes))
+    slab = torch.empty(quantised_bytes(model, i, work), dtype=torch.uint8)
+    nf4.quantise(values, slab, shapes, torch.float32)
+    whole, beside = (
+        views(through(values, shapes, torch.float32), shapes),
+        {n: torch.randn(s) for n, s in adapters.items()},
+    )
+    layers = templates(
+        model, seq_len=16, device=torch.device("cpu"), dtype=torch.float32, pointwise_again=recompute != "none"
+    )
+    block = layers.blocks[model.layer_kind(i)]
+    x, dy = torch.randn(2, 2, 16, model.hidden_size)
+    found = []
+    for params in (whole, nf4.packed(slab, shapes, torch.float32)):
+        y, saved = autograd.forward(block, params | beside, x, trained=adapters)
+        assert saved.nbytes == saved_bytes(model, i, work)
+        grads = {name: torch.full(shape, torch.nan) for name, shape in adapters.items()}
+        dx = autograd.backward(saved, params | beside, x, dy, {n: Sink(g, False) for n, g in grads.items()})
+        with torch.no_grad():
+            alone = block.forward(params | beside, x)
+        found.append([y, alone, dx, *grads.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_training_and_evaluation_are_the_same_by_matrices(tmp_path: Any) -> None:
+    hyper = Adam(lr=1e-2)
+    losses = [
+        session.train(verified(**{**MATRICES, "whole": whole}), steps=3, hyper=hyper).losses
+        for whole in ("blocks", "matrices")
+    ]
+    assert losses[0] == losses[1]
+    evaluated = [
+        session.train(verified("flexgen_block", whole=whole, resident=2), steps=1, hyper=Adam(lr=0.0)).losses
+        for whole in ("blocks", "matrices")
+    ]
+    assert evaluated[0] == evaluated[1]
+
+
+def test_experts_that_ops_make_whole_are_no_cuda_graphs() -> None:
+    moe = replace(presets.load("tiny-moe"), num_hidden_layers=1)
+    of = policies.build("lora_streamed", moe, STEP, ROOM, quantised="nf4", whole="matrices")
+    with pytest.raises(InputError, match="where ops make them whole: these wait for the GPU; leave --graphs out"):
+        graphs.replayed(of, [])
 
 
 # ---- training

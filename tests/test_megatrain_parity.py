@@ -111,10 +111,11 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "lora_streamed, quantised=nf4": {"quantised": "nf4", "rank": 4, "keep": 1},
     "lora_streamed, nvme=3": {"resident": 1, "nvme": 3, "slots": 1},
     "lora_streamed, quantised=nf4, nvme=2": {"quantised": "nf4", "nvme": 2, "activations": "inputs"},
-    "lora_streamed, quantised=nf4, resident=4": {"quantised": "nf4", "resident": 4, "every": 2},
+    "lora_streamed, whole=matrices, resident=4": {"quantised": "nf4", "resident": 4, "every": 2, "whole": "matrices"},
     "flexgen_block, activations=host": {"activations": "host", "slots": 1},
     "flexgen_block, block=1, resident=1, nvme=1": {"block": 1, "resident": 1, "nvme": 1},
     "flexgen_block, quantised=nf4, resident=2, nvme=1": {"quantised": "nf4", "resident": 2, "nvme": 1},
+    "flexgen_block, whole=matrices": {"quantised": "nf4", "nvme": 1, "whole": "matrices"},
 }
 SCHEDULES = [*policies.names(), *VARIANTS, *WRITERS]
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Literal
 
 from schedules.errors import ProgramError
-from schedules.frozen import Frozen
+from schedules.frozen import Frozen, Whole
 from schedules.kept_activations import at_least_1, at_most
 from schedules.model import ModelSpec
 from schedules.program import Program
@@ -45,6 +45,7 @@ def policy(
     nvme: int = 0,
     activations: Literal["device", "host"] = "device",
     quantised: Literal["nf4"] | None = None,
+    whole: Whole = "blocks",
     rank: int | None = None,
 ) -> Program:
     """Build the step.
@@ -56,6 +57,8 @@ def policy(
         nvme: how many of the last blocks live on NVMe.
         activations: where the hidden states of a block's micro-batches wait for the next layer.
         quantised: how the blocks' matrices are kept, in NF4 or as they are computed with.
+        whole: whether what is quantised is made whole a block at a time, in a buffer for it, or a matrix at a time
+            within each op, of experts some at a time: that takes less of the device, and time for each micro-batch.
         rank: of adapters, those of a checkpoint, that are evaluated beside the weights; none if left out.
     """
     if block == 0:
@@ -77,7 +80,7 @@ def policy(
     staying = model.layers[:resident]
     on_drive = [i for i in model.blocks if i not in staying][::-1][:nvme]
     visits = [*model.blocks] * len(groups)
-    frozen = Frozen(p, visits, staying=staying, on_drive=on_drive, slots=slots)
+    frozen = Frozen(p, visits, staying=staying, on_drive=on_drive, slots=slots, whole=whole)
     for group in groups:
         _evaluate(p, group, frozen.weights, away=activations == "host" and len(group) > 1)
     return p

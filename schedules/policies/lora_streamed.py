@@ -7,7 +7,7 @@ device, where they are updated right after the block's backward. The last `keep`
 others their input and run forward again. The first `resident` layers, the embedding and the head coming first, have
 their frozen weights on the device too; `nvme` of the others, evenly spread, have theirs on a drive, which is only read.
 With quantised=nf4 the blocks' matrices are kept in 4.5 bits a weight, wherever they are, and made whole on the device
-each time that their block is computed.
+each time that their block is computed, or with whole=matrices by each op that multiplies with them, as it does.
 
 Where states live, in bytes per parameter at bf16. Frozen, host or NVMe: weights 2, blocks' 0.56 with quantised=nf4; no
 gradient, no moments. Adapters (a few thousandths of the model), device: weights 2, gradient 2, optimizer state 8.
@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Literal
 
 from schedules.errors import ProgramError
-from schedules.frozen import Frozen
+from schedules.frozen import Frozen, Whole
 from schedules.kept_activations import Activations, at_least_1, at_most, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Stream
@@ -49,6 +49,7 @@ def policy(
     resident: int = 2,
     nvme: int = 0,
     quantised: Literal["nf4"] | None = None,
+    whole: Whole = "blocks",
 ) -> Program:
     """Build the step.
 
@@ -58,6 +59,8 @@ def policy(
         resident: how many layers' frozen weights live on the device: the embedding, the head, then blocks.
         nvme: how many of the other blocks, evenly spread, live on NVMe.
         quantised: how the blocks' matrices are kept, in NF4 or as they are computed with.
+        whole: whether what is quantised is made whole a block at a time, in a buffer for it, or a matrix at a time
+            within each op, of experts some at a time: that takes less of the device, and time for each micro-batch.
     """
     if workload.multiplies_to_update:
         raise ProgramError(f"adapters are not trained by {workload.optimizer}: leave out the optimizer")
@@ -74,7 +77,7 @@ def policy(
         p.keep_on_device(*(t for i in model.blocks for t in (p.adapter(i), p.grad(i), p.state(i))))
         staying = [model.embed, model.head, *model.blocks][:resident]
         on_drive = spread([i for i in model.blocks if i not in staying], nvme)
-        frozen = Frozen(p, visits(kept, model.blocks), staying=staying, on_drive=on_drive, slots=slots)
+        frozen = Frozen(p, visits(kept, model.blocks), staying=staying, on_drive=on_drive, slots=slots, whole=whole)
 
         def done(i: int, grad: str) -> None:
             if workload.grad_clip is None:
