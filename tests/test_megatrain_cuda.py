@@ -40,7 +40,7 @@ from hand_written import WRITERS, small
 from quick_readings import hurry
 from torch import Tensor
 
-from megatrain import adam, adam_state, attention, cuda, device_clock, profile, readings
+from megatrain import adam, adam_state, attention, cuda, device_clock, experts, nf4, profile, readings
 from megatrain import pinned as pinning
 from megatrain.attention import Attention, band
 from megatrain.backend import OpFailed, Task
@@ -1207,6 +1207,33 @@ def test_gpu_attends_with_heads_too_wide_for_flash_attention(
         found.append([t.detach().double().cpu() for t in (y, *torch.autograd.grad(y, (q, k, v), dy))])
     for exact, rounded in zip(*found, strict=True):
         assert (rounded - exact).norm() < (2e-2 if device == "cuda" else 1e-5) * exact.norm()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=real)])
+@pytest.mark.parametrize("in_out", [False, True])
+def test_gpu_multiplies_with_experts_in_4_bits_as_with_whole_ones(
+    in_out: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight two at a time, one without a row; forward, and the gradient of the rows."""
+    count, (wide, narrow) = 8, (128, 64)
+    monkeypatch.setattr(experts, "EXPERTS_CHUNK", 2 * wide * narrow)
+    torch.manual_seed(3)
+    whole = torch.randn(count, narrow, wide)
+    slab = torch.empty(4 * whole.numel() // 64 + whole.numel() // 2, dtype=torch.uint8)
+    nf4.quantise(whole.flatten(), slab, {"p": tuple(whole.shape)}, torch.bfloat16)
+    codes, largest = nf4.packed(slab.to(device), {"p": tuple(whole.shape)}, torch.bfloat16).values()
+    chosen = torch.tensor([e for e in range(count) if e != 3]).repeat(12)[:, None].to(device, torch.int32)
+    order = chosen.flatten().argsort(stable=True).to(torch.int32)
+    made = nf4.whole(codes, largest, torch.bfloat16)
+    rows = torch.randn(len(chosen), narrow if in_out else wide).to(device, torch.bfloat16)
+    found = []
+    for stored in ((codes, largest), (made,)):
+        x = rows.clone().requires_grad_()
+        of = experts._ByExpert if stored[0] is made else experts._ByPackedExpert
+        y = of.apply(x, *stored, None, chosen, order, in_out)  # type: ignore[no-untyped-call]
+        found.append((y.detach(), *torch.autograd.grad(y.sum(), x)))
+    for by_some, at_once in zip(*found, strict=True):
+        assert (by_some - at_once).norm() <= (1e-2 if device == "cuda" else 0.0) * at_once.norm()
 
 
 @real
