@@ -77,7 +77,7 @@ def _predicted(policy: str, *, numbers: bool) -> Prediction:
         knobs = {  # so much less that these blocks show what the policy does to all
             knob: max(1, given.default * PICTURE_BLOCKS // whole.num_hidden_layers)
             for knob, given in policies.knobs(policy).items()
-            if knob in IN_PARAMETERS
+            if knob in IN_PARAMETERS and isinstance(given.default, int)
         }
     profile = hardware.load(MACHINE)
     schedule = policies.build(policy, model, STEP, memory_of(profile), **knobs)
@@ -202,12 +202,12 @@ def drawing(found: Page, columns: int | None = None) -> list[str]:
 
 
 def markdown(policy: str) -> str:
-    """The page of a policy, beside which its picture stands as POLICY.png."""
-    found = page(policy)
+    """The page of a policy, beside which its picture stands as NAME.png, by the name of its schedules."""
+    found, name = page(policy), policies.short(policy)
     words, _, knobs = found.words.rpartition("\n\nKnobs:\n")
     lead, _, body = (words or found.words.removesuffix("\n\nNo knobs.")).partition("\n")
-    lines = [f"# `{policy}`", "", lead, "", body.strip(), ""]
-    lines += ["## One step", "", f"![a step of {policy}]({policy}.png)", "", "```", *drawing(found), "```", ""]
+    lines = [f"# `{name}`", "", lead, "", body.strip(), ""]
+    lines += ["## One step", "", f"![a step of {name}]({name}.png)", "", "```", *drawing(found), "```", ""]
     lines += [
         "## Where states live",
         "",
@@ -231,7 +231,7 @@ def index(names: Sequence[str]) -> str:
         total = next(row for row in states(found) if row[0] == "all states")
         told = rate(found.tokens_per_s) if found.fits else "does not fit"
         ratio = f"{found.tokens_per_s / yardstick.tokens_per_s:.2f}" if found.fits else ""
-        link = f"[{found.schedule.label}]({name}.md)"
+        link = f"[{found.schedule.label}]({policies.short(name)}.md)"
         rows.append([link, policies.summary(name), found.schedule.workload.precision, told, ratio, *total[1:]])
     heading = ("policy", "what it does", "state", "tokens/s", f"x {YARDSTICK}", *(f"{tier} B/param" for tier in Tier))
     step = about(yardstick).replace(f" {yardstick.schedule.workload.precision},", "")
@@ -256,7 +256,7 @@ def _table(heading: Sequence[str], rows: Rows) -> str:
 
 def texts(names: Sequence[str]) -> dict[str, str]:
     """File name -> text, of the index and of every page."""
-    return {"README.md": index(names)} | {f"{name}.md": markdown(name) for name in names}
+    return {"README.md": index(names)} | {f"{policies.short(name)}.md": markdown(name) for name in names}
 
 
 def write(folder: Path, names: Sequence[str]) -> None:
@@ -271,7 +271,7 @@ def write(folder: Path, names: Sequence[str]) -> None:
         write_text(folder / name, text)
     runs = {name: (found.schedule, found.trace) for name in names for found in (page(name).picture,)}
     for name, run in runs.items():
-        figure.save_png(figure.figure_of(gantt.gantt([run])), folder / f"{name}.png", _DPI)
+        figure.save_png(figure.figure_of(gantt.gantt([run])), folder / f"{policies.short(name)}.png", _DPI)
     longest_last = sorted(names, key=lambda name: page(name).picture.period_ns)
     limit_ms = _SCALE * _predicted(YARDSTICK, numbers=False).period_ns / 1e6
     strips = gantt.strips([runs[name] for name in longest_last], limit_ms)

@@ -123,6 +123,17 @@ def test_the_command_lists_explains_and_writes(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", OVERVIEW, "megatrain.md", "megatrain.png"]
 
 
+def test_the_pages_of_ones_own_policy_stand_in_the_folder_that_is_asked_for(tmp_path: Path) -> None:
+    text, knobs = (ROOT / "docs" / "my_policy.py").read_text(), "slots: int = 2"
+    (tmp_path / "mine.py").write_text(text.replace(knobs, f"{knobs}, sub_group_size: int | None = None"))
+    out = tmp_path / "pages"
+    policy_pages.write(out, [str(tmp_path / "mine.py")])
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", OVERVIEW, "mine.md", "mine.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "pages"]
+    assert "[mine](mine.md)" in (out / "README.md").read_text()
+    assert "# `mine`" in (out / "mine.md").read_text() and "(mine.png)" in (out / "mine.md").read_text()
+
+
 def test_a_policy_of_ones_own_is_proven_before_it_is_described(tmp_path: Path) -> None:
     lines = ["from schedules.program import Program", "", "def policy(model, workload, memory):"]
     (tmp_path / "mine.py").write_text("\n".join([*lines, "    return Program(model, workload)", ""]))
