@@ -113,7 +113,8 @@ def search(
 
     Raises:
         InputError: fewer than one point, a policy or knob that is not known, a policy that refuses every point, two
-            that do not do the same, a measured profile, or a machine on which every point takes too long.
+            that do not do the same or are called alike, a measured profile, or a machine on which every point takes
+            too long.
         Refused: the machine states no rate of products in that format.
         ScheduleError: a policy's schedule is not safe.
     """
@@ -124,6 +125,7 @@ def search(
             f"{machine.name} is a measured profile, which knows the shapes and the speeds it was measured with and no "
             "others: an adversary needs a datasheet; megatrain hardware lists them"
         )
+    policies.require_apart([first, second])
     policies.require_alike({text: policies.trains(policies.with_knobs(text)[0]) for text in (first, second)})
     chance = random.Random(seed)
     found: list[tuple[float, Point, Loss]] = []

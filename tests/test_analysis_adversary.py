@@ -159,6 +159,16 @@ def test_bad_input_is_told() -> None:
     assert not adversary.frame([]).shape[0]
 
 
+def test_two_policies_of_one_name_are_refused(tmp_path: Path) -> None:
+    """It would tell that mine takes twice as long as mine."""
+    files = [tmp_path / folder / "mine.py" for folder in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(EMPTY)
+    with pytest.raises(InputError, match="are called alike"):
+        found(*map(str, files), points=1)
+
+
 def test_a_policy_of_ones_own_must_work_and_be_safe(tmp_path: Path) -> None:
     """It was said to fit nowhere where it failed, and to win where it left out work."""
     mine = tmp_path / "mine.py"
