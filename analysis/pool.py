@@ -29,10 +29,9 @@ def computed(do: Callable[[T], R], left: Sequence[T], workers: int | None, remed
         return
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers or usable_cores(), initializer=begin_to_work) as pool:
-        pending = [pool.submit(do, point) for point in left]
         try:
             with lost_ones_told(remedy):
-                for future in as_completed(pending):
+                for future in as_completed([pool.submit(do, point) for point in left]):
                     yield future.result()
         except BaseException:  # what is half done is lost in any case: do not wait for it
             pool.shutdown(wait=False, cancel_futures=True)

@@ -12,6 +12,7 @@ import importlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +22,7 @@ from analysis.axes import axes_of
 from analysis.pool import computed
 from schedules import policies
 from schedules.errors import InputError, Refused
+from schedules.files import writing
 from schedules.flops import model_flops_per_step
 from schedules.model import ModelSpec
 from schedules.op import Tier
@@ -36,6 +38,7 @@ from sim.prediction import Prediction, memory_of, predict
 from sim.splits import splits, that_can_be_written
 
 PLAN = "plan"  # in place of a policy's name: the best schedule that is found
+GOES_ON = "the same command goes on from here"
 Row = dict[str, Any]
 T = TypeVar("T", bound="Point | Handed")
 Progress = Callable[[int, int, str], None]  # done, of how many, the last one
@@ -369,6 +372,7 @@ def run(
 
     Raises:
         InputError: the file cannot be written, or there is no such cluster.
+        Refused: a process was ended from outside, or the cluster was.
     """
     known = _finished(file)
     left = [point for point in wanted if point.key not in known]
@@ -378,19 +382,17 @@ def run(
         progress(done, of, "")
         for number, row in enumerate(rows, done + 1):
             known[row["key"]] = row
-            out.write(json.dumps(row) + "\n")
-            out.flush()
+            with writing(file), file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(row) + "\n")
             progress(number, of, f"{row['model']} on {row['machine']}{note}")
 
-    try:
+    with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         _cut_half_a_line(file)
-        with file.open("a", encoding="utf-8") as out:
-            keep(_computed(evaluate, left, workers, dask), len(wanted) - len(left), len(wanted), "")
-            while handed := _to_hand_on(wanted, known):
-                keep(_computed(hand_on, handed, workers, dask), 0, len(handed), ", with its neighbours' schedules")
-    except OSError as error:
-        raise InputError(f"cannot write {file}: {error.strerror or error}") from error
+        file.open("a").close()  # better known now than after the first point
+    keep(_computed(evaluate, left, workers, dask), len(wanted) - len(left), len(wanted), "")
+    while handed := _to_hand_on(wanted, known):
+        keep(_computed(hand_on, handed, workers, dask), 0, len(handed), ", with its neighbours' schedules")
     return [{**known[point.key], **_lacking(known[point.key])} for point in wanted]
 
 
@@ -406,9 +408,7 @@ def _computed(do: Callable[[T], Row], left: Sequence[T], workers: int | None, da
     if dask is not None:
         yield from _on_dask(do, left, dask)
     else:
-        yield from computed(
-            do, left, workers, "the same command goes on from here, and fewer --workers need less memory"
-        )
+        yield from computed(do, left, workers, f"{GOES_ON}, and fewer --workers need less memory")
 
 
 def _on_dask(do: Callable[[T], Row], left: Sequence[T], address: str) -> Iterator[Row]:
@@ -421,8 +421,14 @@ def _on_dask(do: Callable[[T], Row], left: Sequence[T], address: str) -> Iterato
     except (OSError, ValueError) as error:
         raise InputError(f"no Dask cluster answers at {address}: {error}") from None
     with client:
-        for _, row in distributed.as_completed(client.map(do, list(left), pure=False), with_results=True):
-            yield row
+        try:
+            for future in distributed.as_completed(client.map(do, list(left), pure=False)):
+                yield future.result()
+        except distributed.KilledWorker:
+            told = f"a worker of the Dask cluster at {address} was ended, as Linux does where memory runs out"
+            raise Refused(f"{told}; {GOES_ON}") from None
+        except CancelledError:
+            raise Refused(f"the Dask cluster at {address} has ended; {GOES_ON}") from None
 
 
 def _finished(file: Path) -> dict[str, Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
@@ -13,8 +14,10 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures import CancelledError, ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -556,6 +559,32 @@ def test_a_worker_that_is_ended_is_told() -> None:
         list(sweep._computed(_ended, [1, 2], 2, None))
 
 
+def test_workers_that_are_interrupted_as_they_begin_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, begun = ProcessPoolExecutor.submit, list[float]()
+
+    def interrupted(pool: ProcessPoolExecutor, *work: Any) -> Any:
+        if begun:
+            raise KeyboardInterrupt
+        begun.append(time.monotonic())
+        return submit(pool, *work)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(pool.computed(time.sleep, [10.0, 10.0], 2, ""))
+    assert time.monotonic() - begun[0] < 5.0
+
+
+def test_what_keeps_workers_from_beginning_is_not_taken_for_a_full_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(sweep, "computed", none)
+    with pytest.raises(BlockingIOError):
+        sweep.run(some(["h200"]), tmp_path / "rows.jsonl", progress=quiet)
+
+
 def _ended(point: int) -> sweep.Row:
     os.kill(os.getpid(), signal.SIGKILL)
     return {}
@@ -610,6 +639,22 @@ def test_rows_computed_on_a_cluster_are_the_same(tmp_path: Path) -> None:
         points = some(["h200"])
         there = sweep.run(points, tmp_path / "there.jsonl", dask=cluster.scheduler_address, progress=quiet)
         assert there == sweep.run(points, tmp_path / "here.jsonl", workers=1, progress=quiet)
+
+
+def test_a_cluster_that_loses_a_worker_or_ends_is_told() -> None:
+    distributed = pytest.importorskip("distributed")
+    killed = distributed.KilledWorker("work", SimpleNamespace(address="tcp://there"), 3)
+    lost = {killed: "a worker .* was ended", CancelledError(): "has ended"}
+    with distributed.LocalCluster(
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+    ) as cluster:
+        for error, told in lost.items():
+
+            def work(point: int, error: Exception = error) -> sweep.Row:
+                raise error
+
+            with pytest.raises(Refused, match=f"{told}.*; the same command goes on from here"):
+                list(sweep._computed(work, [1], None, cluster.scheduler_address))
 
 
 @pytest.mark.parametrize(
