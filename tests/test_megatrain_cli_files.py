@@ -437,6 +437,16 @@ def test_a_file_of_another_kind_is_named_for_what_it_is(tmp_path: Path) -> None:
         assert isinstance(error, InputError) and str(error) == told, command
 
 
+def test_of_two_traces_the_one_of_another_schedule_is_named(tmp_path: Path) -> None:
+    step, trace, other, run = (str(tmp_path / name) for name in ("s.json", "t.json", "o.json", "r.json"))
+    for schedule, seq, of_it in ((step, "16", trace), (other, "8", run)):
+        assert called("build", "tiny", "-b", "1", "-s", seq, "--out", schedule)[1] is None
+        assert called("simulate", schedule, "--trace", of_it)[1] is None
+    for command in (["diff", trace, run, "--schedule", step], ["export", step, "--chakra", other, "--trace", run]):
+        _, error = called(*command)
+        assert isinstance(error, InputError) and str(error).startswith(f"{run}: the trace is of schedule "), command
+
+
 def test_a_trace_of_another_version_or_of_no_step_is_not_drawn(step: Path, tmp_path: Path) -> None:
     whole, other = tmp_path / "whole.json", tmp_path / "other.json"
     assert called("simulate", str(step), "--trace", str(whole))[1] is None

@@ -16,6 +16,7 @@ from megatrain.cli.options import (
     require_input,
     require_outputs,
     schedule_to_show,
+    trace_of,
 )
 
 SOME_GPU = "h200"  # what ops share is the same on every GPU that is known by a name
@@ -39,7 +40,6 @@ def diff(
     """
     from analysis import tables, trace_diff, trace_words
     from schedules.files import write_text
-    from schedules.trace import Trace
     from sim import hardware as machines
     from sim.units import seconds
 
@@ -49,7 +49,7 @@ def diff(
     with stages() as begin:
         begin("reading")
         step = schedule_to_show(schedule)
-        traces = Trace.read(first), Trace.read(second)
+        traces = trace_of(step, first), trace_of(step, second)
         begin("comparing")
         found = trace_diff.diff(step, *traces, machine)
         totals = trace_diff.totals(found)

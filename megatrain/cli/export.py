@@ -7,12 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import (
-    ScheduleFile,
-    require_input,
-    require_outputs,
-    schedule_to_show,
-)
+from megatrain.cli.options import ScheduleFile, require_input, require_outputs, schedule_to_show, trace_of
 
 
 def export(
@@ -22,9 +17,9 @@ def export(
 ) -> None:
     """Write a schedule for other tools: as an MLCommons Chakra execution trace."""
     from analysis import chakra as chakra_traces
-    from schedules.trace import Trace
 
     require_input(schedule, *([] if trace is None else [trace]))
     require_outputs(files=[chakra])
-    count = chakra_traces.write(chakra, schedule_to_show(schedule), None if trace is None else Trace.read(trace))
+    step = schedule_to_show(schedule)
+    count = chakra_traces.write(chakra, step, None if trace is None else trace_of(step, trace))
     print(f"{count:,} nodes written to {chakra}")

@@ -22,6 +22,7 @@ from schedules.workload import ADAMW, PRECISIONS, RECOMPUTED
 if TYPE_CHECKING:
     from schedules.model import ModelSpec
     from schedules.schedule import Schedule
+    from schedules.trace import Trace
     from schedules.workload import MemoryBudget, Workload
     from sim.machine import HardwareProfile
 
@@ -217,6 +218,18 @@ def schedule_to_show(file: Path) -> Schedule:
     elif schedule.waits:
         raise InputError(f"{file} is the recording of a run, and those have no waits")
     return schedule
+
+
+def trace_of(schedule: Schedule, file: Path) -> Trace:
+    """A run of a schedule, from its file. Raises InputError for one that is damaged, or of another schedule."""
+    from schedules.trace import Trace, TraceError
+
+    trace = Trace.read(file)
+    try:
+        trace.check(schedule)
+    except TraceError as error:
+        raise InputError(f"{file}: {error}") from None
+    return trace
 
 
 def require_input(*files: Path) -> None:

@@ -16,6 +16,7 @@ from megatrain.cli.options import (
     print_json,
     require_input,
     require_outputs,
+    schedule_to_show,
     workload_of,
 )
 from schedules.errors import InputError
@@ -90,7 +91,6 @@ def timeline(
 
 def _runs(files: list[Path]) -> list[tuple[Schedule, Trace]]:
     """Each trace with its schedule, found by digest, in the order of the traces."""
-    from megatrain.cli.options import schedule_to_show
     from schedules.file_kinds import SCHEDULE, TRACE, kind_of_file
     from schedules.trace import Trace
 
