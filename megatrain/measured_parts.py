@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,13 @@ def claim(folder: Path, at: Here, way: Way, of: Mapping[str, str] | None = None)
     write_text(owner, "\n".join(lines))
 
 
+def kept_in(path: Path) -> dict[str, Any] | None:
+    """What a JSON file holds; None where there is none, or one that a loss of power left without its contents."""
+    with suppress(FileNotFoundError, ValueError):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    return None
+
+
 class Parts:
     """What has been measured so far, a JSON file each, so that a measurement goes on where it was stopped.
 
@@ -57,12 +65,13 @@ class Parts:
 
     def of(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The result of `work` after a round trip through JSON; computed only once."""
-        if self._folder is None:
-            return dict(json.loads(json.dumps(work())))
-        path = self._folder / f"{name}.{FORMAT}.json"
-        if not path.is_file():
-            write_text(path, json.dumps(work()))
-        return dict(json.loads(path.read_text()))
+        path = None if self._folder is None else self._folder / f"{name}.{FORMAT}.json"
+        if path is not None and (known := kept_in(path)) is not None:
+            return known
+        text = json.dumps(work())
+        if path is not None:
+            write_text(path, text)
+        return dict(json.loads(text))
 
     def remove(self) -> None:
         if self._folder is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatrain.adam import Adam
 from megatrain.demo import POLICIES
-from megatrain.measured_parts import claim
+from megatrain.measured_parts import claim, kept_in
 from megatrain.preflight import require_drive
 from megatrain.profile import measure, time_ops, workspaces
 from megatrain.representatives import covering, shapes_between
@@ -250,7 +250,7 @@ def _trained(grid: Grid, schedule: Schedule, number: int, folder: Path) -> Trace
 
 def _workspaces(grid: Grid, schedules: Sequence[Schedule], path: Path, progress: Progress) -> dict[str, int]:
     """By point, from a step apart: to watch memory takes time."""
-    found: dict[str, int] = json.loads(path.read_text()) if path.is_file() else {}
+    found: dict[str, int] = kept_in(path) or {}
     for schedule in schedules:
         if (name := name_of(schedule)) not in found:
             progress(1.0, f"memory of {name}")

@@ -76,6 +76,15 @@ def test_what_older_code_measured_is_measured_again(tmp_path: Path) -> None:
         assert Parts(tmp_path, H100, PLAINLY).of("streams", lambda ns=handed: {"handed": ns}) == {"handed": 1}
 
 
+@pytest.mark.parametrize("left", [b"", bytes(100), b'{"handed": ', b"\xff"])
+def test_what_a_loss_of_power_left_without_its_contents_is_measured_again(left: bytes, tmp_path: Path) -> None:
+    Parts(tmp_path, H100, PLAINLY).of("streams", lambda: {"handed": 1})
+    (part,) = tmp_path.glob("streams*")
+    part.write_bytes(left)
+    for handed in (2, 3):
+        assert Parts(tmp_path, H100, PLAINLY).of("streams", lambda ns=handed: {"handed": ns}) == {"handed": 2}
+
+
 def test_a_profile_that_was_interrupted_gives_another_model_no_readings_beside_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
