@@ -97,7 +97,7 @@ def _head(grid: Grid, points: Sequence[Point], profile: HardwareProfile, command
         f"{_count(len(points), 'point')}: {_count(len(grid.models), 'model')} x "
         f"{_count(len(grid.policies), 'schedule')} x {_count(len(grid.held_out), 'shape')}, {grid.precision}. "
         f"The profile ({profile.date}) saw the shapes {seen} (micro-batch x sequence), one op at a time, and what "
-        f"ops share with `{grid.models[0].name}` only; the runs have the shapes {held}. "
+        f"ops share with a block of each model; the runs have the shapes {held}. "
         "No run is of a shape that was profiled, and nothing is fitted to a run. Each point was run in "
         f"{_count(grid.rounds, 'round')} of {grid.steps} steps, the first {WARMUP} left out; rounds go over "
         "the whole grid, and each model's ops are timed anew before its runs, so that both see the machine at the "
