@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatrain import checkpoint, export, hf
 from megatrain.adapters import folded
-from megatrain.checkpoint import Checkpoint, NotSaved
+from megatrain.checkpoint import Checkpoint
 from megatrain.data import ByteText, DataError, TokenSource, read_bytes, shares, standard_library, whole_steps
 from megatrain.initial import random_parameters
 from megatrain.preflight import require_room
@@ -90,18 +90,18 @@ class Files:
             raise InputError("--every saves checkpoints on the way: say where to, with --save FOLDER")
         made = [folder for folder in (self.save, self.export) if folder is not None and not folder.exists()]
         wanted = []
-        if self.save is not None and steps:
-            every = self.every or steps
-            saves, apart = -(-steps // every), min(every, steps % every or every)
-            needed = checkpoint.require_folder(self.save, schedule, resumed, saves, apart=apart)
-            wanted.append(("to save", self.save, needed))
-        if self.export is not None:
-            checkpoint.require_apart(self.export, self.save)
-            export.require_writable(self.export, schedule.model, schedule.workload)
-            wanted.append(("to export", self.export, export.written_bytes(schedule.model, schedule.workload)))
         try:
+            if self.save is not None and steps:
+                every = self.every or steps
+                saves, apart = -(-steps // every), min(every, steps % every or every)
+                needed = checkpoint.require_folder(self.save, schedule, resumed, saves, apart=apart)
+                wanted.append(("to save", self.save, needed))
+            if self.export is not None:
+                checkpoint.require_apart(self.export, self.save)
+                export.require_writable(self.export, schedule.model, schedule.workload)
+                wanted.append(("to export", self.export, export.written_bytes(schedule.model, schedule.workload)))
             require_room(wanted)
-        except NotSaved:
+        except Exception:
             for folder in made:
                 if folder.is_dir():
                     folder.rmdir()

@@ -14,6 +14,7 @@ import torch
 from megatrain import adam_state, checkpoint, preflight
 from megatrain.checkpoint import NotSaved
 from megatrain.cpu import CpuBackend
+from megatrain.hf import WeightsError
 from megatrain.initial import random_parameters
 from megatrain.nvme import Drive
 from megatrain.session import train
@@ -150,3 +151,13 @@ def test_what_has_no_room_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(NotSaved, match="0 B are free there"):
             files.require_room(schedule, None, 1)
         assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_an_export_that_is_refused_leaves_no_folder_for_checkpoints(tmp_path: Path) -> None:
+    schedule = policies.build("resident", presets.load("tiny"), Workload(micro_batch_size=1, seq_len=16), BUDGET)
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "model.safetensors").touch()
+    with pytest.raises(WeightsError, match="has weights already"):
+        Files(save=tmp_path / "saved", export=full).require_room(schedule, None, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
