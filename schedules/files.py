@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -46,7 +47,7 @@ def whole(path: Path) -> Iterator[Path]:
         return
     with writing(path):
         path = _end(path)
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # its own, where two write one file at once
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)

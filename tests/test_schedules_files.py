@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from schedules.errors import InputError
-from schedules.files import require_file, require_folder, write_text, writing
+from schedules.files import require_file, require_folder, whole, write_text, writing
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,18 @@ def test_a_write_that_fails_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="x: no such folder"), writing(tmp_path / "no" / "x"):
         (tmp_path / "no" / "x.partial").write_text("text")
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+def test_two_may_write_one_file_at_once(tmp_path: Path) -> None:
+    """Two sweeps in one folder, say: each file is one's or the other's, and whole."""
+    file = tmp_path / "file"
+    with whole(file) as partial:
+        partial.write_text("half ")
+        write_text(file, "of another")
+        assert file.read_text() == "of another"
+        partial.write_text("half and half")
+    assert file.read_text() == "half and half"
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_link_stays_one_and_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
