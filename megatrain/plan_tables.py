@@ -14,7 +14,7 @@ from megatrain.terminal import Column, Record, print_table, print_words, show_re
 from schedules import policies, trained
 from schedules import tensor as tensors
 from schedules.model import ModelSpec
-from schedules.op import Phase, Stream, Tier
+from schedules.op import Phase, Tier
 from schedules.schedule import Schedule
 from sim import whatif
 from sim.candidate import Tried
@@ -116,12 +116,14 @@ def placement(schedule: Schedule) -> list[tuple[str, str]]:
     A part of a layer counts as the share of its parameters.
     """
     model, workload = schedule.model, schedule.workload
-    tiers: dict[str, set[Tier]] = {}
-    loads = 0
+    tiers: dict[tensors.Tensor, set[Tier]] = {}
+    copied: list[tuple[str, str, tuple[Tier, Tier]]] = []  # by copy: class and name of what it reads, and its tiers
     for op in schedule.ops:
         for access in op.accesses:
-            tiers.setdefault(access.tensor, set()).add(schedule.buffer[access.buffer].tier)
-        loads += op.stream == Stream.H2D and op.phase == Phase.COPY and op.reads[0].tensor.startswith("w.")
+            tiers.setdefault(tensors.parse(access.tensor), set()).add(schedule.buffer[access.buffer].tier)
+        if op.phase == Phase.COPY:
+            name = op.reads[0].tensor
+            copied.append((tensors.parse(name).cls, name, schedule.route(op)))
 
     def share(i: int, part: tensors.Part | None) -> float:
         if part is None:
@@ -130,8 +132,7 @@ def placement(schedule: Schedule) -> list[tuple[str, str]]:
         return float(of.stop - of.start) / trained.params(model, workload, i)
 
     def count(cls: str, tier: Tier, *, only: bool) -> str:
-        found = {tensors.parse(name): there for name, there in tiers.items()}
-        there = [t for t, on in found.items() if t.cls == cls and tier in on and (not only or len(on) == 1)]
+        there = [t for t, on in tiers.items() if t.cls == cls and tier in on and (not only or len(on) == 1)]
         return f"{sum(share(model.layer_index(t.layer), t.part) for t in there):.3g} of {len(model.layers)}"
 
     adam = [op for op in schedule.ops if op.phase == Phase.ADAM]
@@ -142,12 +143,9 @@ def placement(schedule: Schedule) -> list[tuple[str, str]]:
         on_device, on_cpu = (on_device + part, on_cpu) if op.on_device else (on_device, on_cpu + part)
     # of a layer that is computed again more than once, with others and then by itself, one run is not kept
     again = {(op.layer, op.microbatch) for op in schedule.ops if op.phase == Phase.RECOMPUTE}
-    away = {
-        op.reads[0].tensor
-        for op in schedule.ops
-        if op.phase == Phase.COPY and op.stream == Stream.D2H and op.reads[0].tensor[0] == "s"
-    }
-    deep = sum(op.stream == Stream.NVME_WRITE and op.reads[0].tensor[0] == "s" for op in schedule.ops)
+    away = {name for cls, name, route in copied if cls == tensors.SAVED and route == (Tier.DEVICE, Tier.HOST)}
+    deep = sum(cls == tensors.SAVED and route == (Tier.HOST, Tier.NVME) for cls, _, route in copied)
+    loads = sum(cls == tensors.WEIGHT and route == (Tier.HOST, Tier.DEVICE) for cls, _, route in copied)
     runs = model.num_hidden_layers * workload.accumulation
     becomes = f"{runs - len(again) - len(away)}, {len(away)}, {len(again)} of {runs}"
     return [

@@ -85,6 +85,14 @@ def test_activations_are_counted_once_whatever_becomes_of_them(name: str) -> Non
     assert kept >= 0 and kept + away + again == runs
 
 
+def test_weights_are_loaded_on_whatever_stream_a_policy_queues_them() -> None:
+    """Each layer once in a step, by ZeRO-Offload on the compute stream. What is copied within the device is no load."""
+    step, room = Workload(micro_batch_size=1, seq_len=16), MemoryBudget(device_bytes=1 << 30, host_bytes=1 << 30)
+    for name, loads in (("zero_offload", "6"), ("megatrain_released", "14")):
+        told = dict(plan_tables.placement(policies.build(name, presets.load("tiny"), step, room)))
+        assert told["loads of weights in a step"] == loads
+
+
 def test_a_placement_in_words_by_hand() -> None:
     """Embedding and block 0 stay; 1 to 3 and the head stream, of which a block is still in a slot at its second use."""
     step, room = Workload(micro_batch_size=1, accumulation=2, seq_len=8), MemoryBudget(device_bytes=0, host_bytes=0)
