@@ -16,7 +16,7 @@ from analysis import chakra_wire as wire
 from analysis.chakra_wire import COMP_NODE, MEM_LOAD_NODE, MEM_STORE_NODE, VERSION, Attribute, Node
 from schedules.errors import InputError
 from schedules.files import whole
-from schedules.op import Kind, Op, Phase, Stream
+from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 
@@ -57,7 +57,7 @@ def nodes(schedule: Schedule, trace: Trace | None = None) -> list[Node]:
                 Node(
                     id=number,
                     name=op.name if steps == 1 else f"{op.name} (step {step})",
-                    type=_type(op),
+                    type=_type(schedule, op),
                     ctrl_deps=tuple(sorted(set(control) - set(data))),
                     data_deps=tuple(sorted(set(data))),
                     start_time_micros=start // 1000,
@@ -95,8 +95,13 @@ def _waits(schedule: Schedule, op: Op, step: int) -> tuple[list[int], list[int]]
     return data, control
 
 
-def _type(op: Op) -> int:
-    if op.phase != Phase.COPY or op.stream == Stream.COMPUTE:
+def _type(schedule: Schedule, op: Op) -> int:
+    """Of a copy by where it leads, whatever it is queued on; one within the device is what kernels are."""
+    if op.phase != Phase.COPY:
+        return COMP_NODE
+    # a recording says no more than that, and has no others on this stream
+    within = op.stream == Stream.COMPUTE if schedule.is_recording else set(schedule.route(op)) == {Tier.DEVICE}
+    if within:
         return COMP_NODE
     return MEM_LOAD_NODE if op.kind == Kind.PREFETCH else MEM_STORE_NODE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from analysis.trace_diff import Diff, Occurrence, Parting
-from schedules.op import Op, Phase, Stream
+from schedules.op import Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from sim.units import seconds
 
@@ -17,12 +17,17 @@ _VERBS = {
     Phase.NORM: "gradient norm",
     Phase.SYNC: "host's wait",
 }
+_COPIES = {
+    (Tier.HOST, Tier.DEVICE): "H2D",
+    (Tier.DEVICE, Tier.HOST): "D2H",
+    (Tier.DEVICE, Tier.DEVICE): "copy within the device",
+}
 
 
 def name_of(schedule: Schedule, op: Op) -> str:
     """An op for people: "D2H of layer 12", "backward of layer 11 (micro-batch 1)"."""
-    verb = str(op.stream).upper() if op.phase == Phase.COPY else _VERBS.get(op.phase, str(op.phase))
-    parts = [verb.replace("_", " ")]
+    verb = _copy(schedule, op) if op.phase == Phase.COPY else _VERBS.get(op.phase, str(op.phase))
+    parts = [verb]
     if op.layer is not None and op.phase not in (Phase.EMBED, Phase.LOSS):
         ends = {schedule.model.embed: "of the embedding", schedule.model.head: "of the head"}
         parts.append(ends.get(op.layer, f"of layer {op.layer}"))
@@ -31,6 +36,12 @@ def name_of(schedule: Schedule, op: Op) -> str:
     if op.microbatch is not None and schedule.workload.accumulation > 1:
         parts.append(f"(micro-batch {op.microbatch})")
     return " ".join(parts)
+
+
+def _copy(schedule: Schedule, op: Op) -> str:
+    """By where it leads, whatever it is queued on; of a recording, which does not say, by that."""
+    known = None if schedule.is_recording else _COPIES.get(schedule.route(op))
+    return known or str(op.stream).upper().replace("_", " ")
 
 
 def sentences(found: Diff, at_most: int = 12) -> list[tuple[int, str]]:

@@ -15,7 +15,7 @@ from analysis import chakra, chakra_wire
 from analysis.chakra import ChakraError
 from analysis.chakra_wire import COMP_NODE, MEM_LOAD_NODE, MEM_STORE_NODE, Node
 from schedules import codec, policies, presets
-from schedules.op import Kind, Op, Phase, Stream
+from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import RECORDED, Schedule
 from schedules.trace import ISSUE, Trace, TraceError
 from schedules.workload import Workload
@@ -81,6 +81,17 @@ def test_types_and_amounts(schedule: Schedule) -> None:
             assert node.type == (MEM_LOAD_NODE if op.kind == Kind.PREFETCH else MEM_STORE_NODE)
         if op.kind in (Kind.COMPUTE, Kind.UPDATE):
             assert node.type == COMP_NODE
+
+
+@pytest.mark.parametrize("name", ["zero_offload", "gemini", "megatrain_released"])
+def test_a_copy_is_one_whatever_it_is_queued_on_and_within_the_device_a_kernel(name: str) -> None:
+    """These queue copies over the link on the compute stream, or copy there within the device."""
+    step = Workload(micro_batch_size=1, seq_len=16)
+    made = policies.build(name, presets.load("tiny"), step, memory_of(load("h200")))
+    types = {(Tier.HOST, Tier.DEVICE): MEM_LOAD_NODE, (Tier.DEVICE, Tier.HOST): MEM_STORE_NODE}
+    found = [(op, node.type) for op, node in zip(made.ops, chakra.nodes(made), strict=True) if op.phase == Phase.COPY]
+    assert any(op.stream == Stream.COMPUTE for op, _ in found)
+    assert all(kind == types.get(made.route(op), COMP_NODE) for op, kind in found)
 
 
 def test_dependencies_imply_every_wait_and_point_back(schedule: Schedule) -> None:

@@ -14,7 +14,7 @@ from command import megatrain
 
 from analysis import trace_diff, trace_words
 from schedules import codec, policies, presets
-from schedules.op import Kind, Op, Phase, Stream
+from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import RECORDED, Schedule
 from schedules.trace import COLUMNS, ISSUE, Trace, TraceError
 from schedules.workload import MemoryBudget, Workload
@@ -264,6 +264,19 @@ def test_a_slow_copy_is_told_with_both_rates_and_what_ran_beside_it(
     nbytes = schedule.ops[place].nbytes
     assert f"D2H of layer 12 ran at {nbytes / (2 * took):.3g} GB/s, the prediction says {nbytes / took:.3g}" in text
     assert "; update of layer " in text and "was running" in text
+
+
+@pytest.mark.parametrize("name", ["torchao_offload", "zero_offload", "megatrain_released"])
+def test_a_copy_is_called_by_where_it_leads_whatever_it_is_queued_on(name: str, profile: HardwareProfile) -> None:
+    """torchao's uploads are queued behind downloads, ZeRO-Offload's beside kernels."""
+    step = Workload(micro_batch_size=1, seq_len=16)
+    made = policies.build(name, presets.load("tiny"), step, memory_of(profile))
+    copies = [op for op in made.ops if op.phase == Phase.COPY]
+    words = {(Tier.HOST, Tier.DEVICE): "H2D of ", (Tier.DEVICE, Tier.HOST): "D2H of "}
+    assert any(op.stream != (Stream.H2D if made.route(op)[1] == Tier.DEVICE else Stream.D2H) for op in copies)
+    for op in copies:
+        told = trace_words.name_of(made, op)
+        assert told.startswith(words.get(made.route(op), "copy within the device of ")), told
 
 
 def test_the_table_for_programs_begins_with_the_largest_differences(
