@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -107,20 +107,18 @@ class DeviceEvent(CpuEvent):
 class CudaBackend(CpuBackend):
     """See Backend. Ops of h2d, compute and d2h run on CUDA streams, all others as on the CPU.
 
-    `threads` is as in CpuBackend. Unless it says otherwise, the optimizer's stream has all but RESERVED_CORES of the
-    cores beside the GPU, since the memory that it works on is there. At most IN_FLIGHT ops of a stream are ahead of the
-    GPU, so that memory which torch frees in stream order comes back.
+    The optimizer's stream has all but RESERVED_CORES of the cores beside the GPU, since the memory that it works on is
+    there. At most IN_FLIGHT ops of a stream are ahead of the GPU, so that memory which torch frees in stream order
+    comes back.
     """
 
-    def __init__(
-        self, *, index: int = 0, threads: Mapping[Stream, int] | None = None, machine: str | None = None
-    ) -> None:
+    def __init__(self, *, index: int = 0, machine: str | None = None) -> None:
         prepare_process()
         self._index = index
         torch.cuda.set_device(index)
         self._cpus = cpus_beside(pci_address(index))
         super().__init__(
-            threads={Stream.CPU: max(1, min(len(self._cpus), usable_cores()) - RESERVED_CORES), **(threads or {})},
+            threads={Stream.CPU: max(1, min(len(self._cpus), usable_cores()) - RESERVED_CORES)},
             machine=machine or torch.cuda.get_device_name(index),
         )
         self._streams = {
