@@ -17,7 +17,7 @@ from analysis.labels import Labels, drawn_at
 from analysis.palette import BLUE, GREY
 from analysis.sweep import PLAN
 from megatrain.terminal import Column, Record
-from schedules.files import whole, write_text
+from schedules.files import write_text
 from schedules.workload import ADAMW
 from sim.units import rate
 
@@ -147,8 +147,7 @@ def _schedule(row: Record) -> str:
 
 def write(folder: Path, table: pd.DataFrame, prices: Prices, train_tokens: float, command: str) -> Path:
     """The page with its pictures and CSV; returns its path. Raises InputError when the folder cannot be written."""
-    with whole(folder / "sweep.csv") as partial:
-        table.to_csv(partial, index=False)
+    write_text(folder / "sweep.csv", table.to_csv(index=False))
     parts = [
         "# What to buy",
         f"Predicted; nothing here was measured. Made by `{command}`. Prices are those of the price file, dated "

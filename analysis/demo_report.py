@@ -48,7 +48,6 @@ def write(folder: Path, demo: Demo, command: str, progress: Callable[[float, str
     timelines = []
     for run in demo.runs:
         timelines.append(folder / "timelines" / f"{run.schedule.policy}.json")
-        timelines[-1].parent.mkdir(exist_ok=True)
         perfetto.write(timelines[-1], [(run.schedule, run.prediction.trace), (run.schedule, run.trained.trace)])
     origin = report.Origin(
         machine=demo.runs[0].trained.trace.machine,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from schedules.files import whole
+from schedules.files import whole, write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,8 +91,7 @@ def save(figure: Figure, path_stem: Path, data: pd.DataFrame) -> list[Path]:
     save_png(figure, paths[0])
     with matplotlib.rc_context(_SETTINGS), whole(paths[1]) as partial:
         figure.savefig(partial, format="svg", metadata={"Date": None})
-    with whole(paths[2]) as partial:
-        data.to_csv(partial, index=False)
+    write_text(paths[2], data.to_csv(index=False))
     return paths
 
 

@@ -301,13 +301,13 @@ def show_comparison(frame: pd.DataFrame, console: Console | None = None) -> None
         show(rows, comparison_columns(rows), title=title, note=note, console=console)
 
 
-def show_varied(frame: pd.DataFrame, axes: Sequence[str], setting: str, console: Console | None = None) -> None:
+def show_varied(frame: pd.DataFrame, axes: Sequence[str], setting: str) -> None:
     """Print what `varied.run` found: a table per model, a row per policy and point, in the order of the points."""
     for number, (model, rows) in enumerate(frame.groupby("model", sort=False), start=1):
         asked = [Column(heading=axis, cell=_text(varied.column(axis)), folds=True) for axis in axes]
         title = f"{model} ({parameters(rows['params_b'].iloc[0])}), {setting}"
         note = comparison_note(frame) if number == frame["model"].nunique() else ""
-        show(rows, [*asked, *comparison_columns(rows)], title=title, note=note, console=console)
+        show(rows, [*asked, *comparison_columns(rows)], title=title, note=note)
 
 
 def comparison_groups(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:

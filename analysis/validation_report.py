@@ -17,7 +17,7 @@ from analysis import figure, plots, tables, validation
 from megatrain.this_machine import today
 from megatrain.validate import WARMUP, Grid, Point
 from schedules.errors import InputError
-from schedules.files import whole, write_text
+from schedules.files import write_text
 from sim.machine import HardwareProfile
 from sim.prediction import CLASS_NAMES
 
@@ -44,8 +44,7 @@ def write(
     streams = validation.by_class(points, profile, lambda op: str(op.stream))
     progress(0.9, "drawing")
     for name, part in zip(_PARTS, (steps, classes, streams), strict=True):
-        with whole(folder / f"{name}.csv") as partial:
-            part.to_csv(partial, index=False)
+        write_text(folder / f"{name}.csv", part.to_csv(index=False))
     ending = [NOT_MEASURED] if grid.backend == "cpu" else []
     _draw(folder, _head(grid, points, profile, command), table, [steps, classes, streams], ending)
     progress(1.0, "")

@@ -195,8 +195,6 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     threads = sorted({1, max(1, cores // 4), max(1, cores // 2), max(1, cores - 2), cores})
     host_bytes = host_bytes_of(options, results)
     plans, traces = results.folder / "plans", results.folder / "traces" if options.traces else None
-    if traces is not None:
-        traces.mkdir(exist_ok=True)
 
     def by_itself(part: str, name: str, work: Callable[[], Row | list[Row]], takes_s: float) -> Part:
         return Part(part, name, functools.partial(alone, work), takes_s)

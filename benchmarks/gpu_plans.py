@@ -43,7 +43,6 @@ def main() -> None:
     for case in track(list(wanted(body, options.only)), description="planning"):
         file = plan_file(options.folder / "plans", case, device_bytes, host_bytes)
         if not file.exists():
-            file.parent.mkdir(exist_ok=True)
             codec.save(schedule_of(case, machine, device_bytes=device_bytes, host_bytes=host_bytes), file)
 
 

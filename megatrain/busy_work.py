@@ -27,7 +27,7 @@ class Products:
         shape = (PRODUCT, PRODUCT)
         self._a, self._b = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
         self._result = torch.empty(shape, device=device, dtype=torch.bfloat16)
-        start, end = (timed_event(), timed_event())
+        start, end = timed_event(), timed_event()
         self._queue(1)  # cuBLAS begins
         start.record()
         self._queue(CALIBRATIONS)
@@ -60,7 +60,7 @@ class Spin:
     def __init__(self) -> None:
         rates = []
         for _ in range(CALIBRATIONS):
-            start, end = (timed_event(), timed_event())
+            start, end = timed_event(), timed_event()
             start.record()
             torch.cuda._sleep(SPIN_CYCLES)  # type: ignore[no-untyped-call]
             end.record()

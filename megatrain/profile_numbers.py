@@ -144,11 +144,11 @@ def _gpu(shares: Shares, whole: Mapping[str, Mapping[str, Any]], dram: float, at
 
 def _host(ops: _Ops, shares: Shares, dram: float, at: Here, value: Tell) -> Host:
     thread = None if at.on_gpu else value(1.0, "cores", "one thread serves each stream")
-    forward = {beside: statistics.mean(sum(one[beside]) for one in shares) for beside in ("optimizer", "copies")}
     rate = _adam_rate(ops.adam)
     if at.on_gpu:
         cores = value(usable_cores(), "cores")
     else:
+        forward = {beside: statistics.mean(sum(one[beside]) for one in shares) for beside in ("optimizer", "copies")}
         cores = value(
             min(max(1.0, statistics.mean(forward.values())), float(usable_cores())),
             "cores",

@@ -229,12 +229,11 @@ def run(
         print(f"note: {hardware} has times of {timed} ops, and this run computes {way} ones", file=sys.stderr)
     if not steps and files.held_out is not None:
         print("note: nothing is trained, and what is held out is not evaluated", file=sys.stderr)
-    on_gpu = backend != "cpu" and has_gpu()
-    for note in (
-        *(_notes(schedule.workload, way, on_gpu=on_gpu, documents=document_end is not None) if steps else ()),
-        *(_unread(target, schedule, files) if steps else ()),
-    ):
-        print(f"note: {note}", file=sys.stderr)
+    if steps:
+        on_gpu = backend != "cpu" and has_gpu()
+        noted = _notes(schedule.workload, way, on_gpu=on_gpu, documents=document_end is not None)
+        for note in (*noted, *_unread(target, schedule, files)):
+            print(f"note: {note}", file=sys.stderr)
     happened: dict[str, str] = {}
     evaluates = schedule.workload.task == "evaluate"
     trained, neighbours = False, None
