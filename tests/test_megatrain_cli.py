@@ -16,6 +16,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatrain import INTERRUPTED
-from megatrain.cli import training_progress
+from megatrain.cli import lists, training_progress
 from megatrain.cli.interrupt import TOGETHER_S, Interrupt
 from megatrain.cli.options import usual_length
+from schedules import presets
 
 ENCODER = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 8}
 NO_ROOM = ["--hardware", "rtx4090", "--set", "gpu.memory=1kB", "--set", "host.memory=1kB"]
@@ -118,6 +120,12 @@ def test_bad_input_is_told_without_a_traceback(command: list[str], code: int, to
     assert told in re.sub(r"\s+", " ", done.stderr)
     assert "Traceback" not in done.stderr
     assert "━━" not in done.stderr or " tried" in done.stderr  # no bar of progress that there was not
+
+
+@pytest.mark.parametrize(("shared", "told"), [(1, "from 4 of 8 groups, and 1 for all"), (0, "from 4 of 8 groups")])
+def test_experts_for_all_tokens_are_told_where_there_are_any(shared: int, told: str) -> None:
+    shape = dict(lists._shape(replace(presets.load("deepseek-v3"), n_shared_experts=shared)))
+    assert shape["MLP"] == f"256 experts, each 2,048 wide, 8 for a token, {told}"
 
 
 def test_a_model_is_described_with_its_bytes() -> None:

@@ -78,11 +78,10 @@ def _shape(spec: ModelSpec) -> list[list[str]]:
     if spec.num_experts:
         each = f"{spec.num_experts} experts, each {spec.moe_intermediate_size:,} wide"
         each += f" and given {spec.moe_latent_size:,} numbers" if spec.moe_latent_size else ""
-        mlp = f"{each}, {spec.num_experts_per_tok} for a token"
-        if spec.topk_group < spec.n_group:
-            mlp += f", from {spec.topk_group} of {spec.n_group} groups,"
+        grouped = f", from {spec.topk_group} of {spec.n_group} groups" if spec.topk_group < spec.n_group else ""
+        mlp = f"{each}, {spec.num_experts_per_tok} for a token{grouped}"
         if spec.n_shared_experts:
-            mlp += f" and {spec.n_shared_experts} for all"
+            mlp += f"{',' if grouped else ''} and {spec.n_shared_experts} for all"
     sizes = Counter(spec.params(i) for i in spec.blocks)
     if NONE in spec.mlp_layer_types:
         mlp += f", in {sum(map(spec.has_mlp, spec.blocks))} blocks"
