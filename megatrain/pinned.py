@@ -119,7 +119,8 @@ def _touch(memory: ctypes.Array[ctypes.c_ubyte], cpus: Sequence[int]) -> None:
     def write(start: int, held: object) -> None:
         """`held` lives as long as the thread does, which an interrupt of this one does not end."""
         if cpus:
-            os.sched_setaffinity(0, cpus)  # of this thread alone
+            with contextlib.suppress(OSError):  # a container may have been given other cores meanwhile
+                os.sched_setaffinity(0, cpus)  # of this thread alone
         stop = min(start + part, nbytes)
         for at in range(start, stop, PIECE):
             if ended.is_set():

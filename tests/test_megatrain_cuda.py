@@ -527,6 +527,11 @@ def test_slab_is_exact_zeroed_aligned_and_pinned_while_any_view_lives(nbytes: in
     assert not runtime.pinned
 
 
+def test_cores_that_were_taken_away_are_done_without() -> None:
+    slab = pinned(4 * HUGE_PAGE, FakeRuntime(), cpus=(1 << 14, 1 << 15))  # of no machine
+    assert not slab.any()
+
+
 def test_of_no_bytes_none_are_pinned() -> None:
     runtime = FakeRuntime()
     assert len(pinned(0, runtime)) == 0 and not runtime.pinned
