@@ -155,7 +155,7 @@ def brute_force(instance: int) -> float | None:
 
 def against_brute_force(instances: int, out: Path) -> None:
     """Write down how many plans of random small instances are slower than the best of all placements, and faster."""
-    with ProcessPoolExecutor() as pool:
+    with ProcessPoolExecutor(CORES) as pool:
         work = pool.map(brute_force, range(instances), chunksize=4)
         gaps = [gap for gap in track(work, "planning small instances", total=instances) if gap is not None]
     worse = [gap for gap in gaps if gap > 0]
@@ -196,7 +196,7 @@ def ladder(case: tuple[str, str, int, int, str]) -> tuple[list[float], list[floa
 def with_more_memory(out: Path) -> None:
     """Write down how often a plan with more memory is slower than one with less."""
     cases = [(*point, tier) for point in LADDERS for tier in ("device_bytes", "host_bytes")]
-    with ProcessPoolExecutor() as pool:
+    with ProcessPoolExecutor(CORES) as pool:
         found = list(track(pool.map(ladder, cases), "planning with more memory", total=len(cases)))
     alone = [pair for periods, _ in found for pair in itertools.combinations(periods, 2)]
     handed = [pair for _, periods in found for pair in itertools.combinations(periods, 2)]
@@ -256,7 +256,7 @@ def main() -> None:
             parser.error(f"--named goes on from plans, and there are none in {chosen.out}: leave it out first")
         known = [(p, *rows[p[0], p[3]]) for p in anew if (p[0], p[3]) in rows]
         fit = [(point, row, _others(rates, chosen.named)) for point, row, rates in known if not row.reason]
-        with ProcessPoolExecutor() as pool:
+        with ProcessPoolExecutor(CORES) as pool:
             found: Iterable[tuple[plans.Row, dict[str, float]]] = pool.map(named, *zip(*fit, strict=True))
             for row, rates in track(found, "predicting named policies", total=len(fit)):
                 rows[row.model, row.machine] = row, rates
