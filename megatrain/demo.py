@@ -18,7 +18,6 @@ from schedules.model import ModelSpec
 from schedules.schedule import Schedule
 from schedules.verify import verify
 from schedules.workload import Workload
-from sim import hardware
 from sim.machine import HardwareProfile
 from sim.prediction import Prediction, predict
 
@@ -90,14 +89,13 @@ def measure_machine(
     folder: Path, schedules: Sequence[Schedule], progress: Progress, backend: str | None = None
 ) -> HardwareProfile:
     """Profile this machine for these schedules; write it to `profile.json`."""
-    profile = measure(
+    return measure(
         schedules,
         progress=progress,
         machine=partial(backend_of, backend),
         parts=folder / "parts",
+        out=folder / "profile.json",
     )
-    hardware.save(profile, folder / "profile.json")
-    return profile
 
 
 def run_all(

@@ -42,6 +42,7 @@ from schedules.op import Op, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import verify
+from sim import hardware
 from sim.cost import issue_kind
 from sim.machine import HardwareProfile
 from sim.signature import timed
@@ -69,6 +70,7 @@ def measure(
     nvme: Path | None = None,
     way: Way = PLAINLY,
     parts: Path | None = None,
+    out: Path | None = None,
     memory: Sequence[Schedule] = (),
     rounds: int = 1,
 ) -> HardwareProfile:
@@ -79,11 +81,12 @@ def measure(
     than it was asked for (an fp32 master beside bf16). What ops share is measured with a block of every model, and the
     mean of all rounds holds for all. Takes serialised steps of each schedule, `ALONE_STEPS` or fewer and a warm-up, and
     a minute more. Of those in `memory` the workspace alone is measured, in one step. What is measured is kept in the
-    folder `parts` until all is there, and taken from there if the same measurement was interrupted. Ops are computed in
-    one `way`, and timed in so many `rounds`; those that `time_ops` has put into `parts` are not timed again.
+    folder `parts` until the profile is written to `out`, and taken from there if the same measurement was interrupted.
+    Ops are computed in one `way`, and timed in so many `rounds`; those that `time_ops` has put into `parts` are not
+    timed again.
 
     Raises:
-        InputError: ops cannot be computed in this way here, or every schedule needs a drive.
+        InputError: ops cannot be computed in this way here, every schedule needs a drive, or `out` cannot be written.
         Refused: `parts` are of another machine, drive or way.
         DriveError: the drive cannot be written.
 
@@ -112,6 +115,8 @@ def measure(
         whole = _whole_machine(runnable[0], run_on, kept, progress)
     found = list(zip(runnable * rounds, ops, strict=True))
     profile = numbers.profile_of(found, streams, spaces, shares, whole, at, way)
+    if out is not None:
+        hardware.save(profile, out)
     kept.remove()
     progress(1.0, "")
     return profile

@@ -209,17 +209,17 @@ def profile_and_run(
     if not path.is_file():
         held = {batch * seq for batch, seq in grid.held_out}
         unseen = [shape for shape in shapes_between(grid.calibrated) if shape[0] * shape[1] not in held]
-        profile = measure(
+        measure(
             [schedule for of_model in calibrated.values() for schedule in of_model],
             progress=profiling,
             machine=machine,
             nvme=grid.nvme,
             way=grid.way,
             parts=parts,
+            out=path,
             memory=covering([s for model in grid.models for s in grid.schedules(model, unseen)], "computed"),
             rounds=grid.rounds,
         )
-        hardware.save(profile, path)
     workspaces = _workspaces(grid, schedules, folder / "workspace.json", running)
     profiling(1.0, "")
     running(1.0, "")

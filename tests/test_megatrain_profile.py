@@ -132,7 +132,7 @@ def test_ops_are_timed_alone() -> None:
 
 
 def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path: Path) -> None:
-    """What was measured stays; another machine's parts are refused; nothing is left behind at the end."""
+    """What was measured stays until its profile is written; another machine's parts are refused."""
     parts, chosen = tmp_path / "parts", schedules()[:2]
     with pytest.MonkeyPatch.context() as patch:
         hurry(patch)
@@ -146,8 +146,11 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path: Path) -> None
         hurry(patch)
         patch.setattr(profile, "alone", lambda *a: pytest.fail("measured again"))
         patch.setattr(readings, "links", lambda *a: pytest.fail("measured again"))
-        found = profile.measure(chosen, progress=lambda done, note: None, parts=parts)
+        with pytest.raises(InputError, match="cannot write"):  # as on a full drive
+            profile.measure(chosen, progress=lambda done, note: None, parts=parts, out=tmp_path)
+        found = profile.measure(chosen, progress=lambda done, note: None, parts=parts, out=tmp_path / "profile.json")
     assert predict(chosen[0], found).period_ns > 0 and not parts.exists()
+    assert hardware.load(tmp_path / "profile.json") == found
     parts.mkdir()
     (parts / "machine.txt").write_text("another one")
     with pytest.raises(Refused, match="another machine"):

@@ -84,7 +84,6 @@ def profile(
     from schedules.fp8 import ALIGNED
     from schedules.model import ModelSpec
     from schedules.schedule import Schedule
-    from sim.hardware import save
 
     require_outputs(files=[out])
     spec = presets.load(model)
@@ -126,7 +125,7 @@ def profile(
     if not timed:
         raise Refused(f"nothing to measure: no step of {spec.name} fits this machine")
     with goes_on(), progress_bar() as progress:
-        measured = measure(
+        measure(
             timed,
             progress=part_of(progress, "measuring"),
             machine=machine,
@@ -134,6 +133,6 @@ def profile(
             way=way,
             memory=between,
             parts=out.with_name(out.name + ".parts"),
+            out=out,
         )
-    save(measured, out)
     print(f"written to {out}; use it with --hardware {out}")
