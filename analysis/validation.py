@@ -144,12 +144,12 @@ def rows(points: Sequence[Point], profile: HardwareProfile) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def by(table: pd.DataFrame, key: str, error: str) -> pd.DataFrame:
-    """A summary of one error for every value of a column."""
+def by(table: pd.DataFrame, key: str) -> pd.DataFrame:
+    """A summary of the predictions' errors for every value of a column."""
     import pandas as pd
 
     return pd.DataFrame(
-        [{key: value, **vars(summary(group[error]))} for value, group in table.groupby(key, sort=False)]
+        [{key: value, **vars(summary(group["predict_error"]))} for value, group in table.groupby(key, sort=False)]
     )
 
 

@@ -85,5 +85,5 @@ def validate(
         return
     tables.show(validation_report.headline(table), tables.summaries("level", "level"))
     print_words(validation_report.machine_noise(table))
-    tables.show(validation.by(table, "policy", "predict_error"), tables.summaries("policy", "policy, predicted"))
+    tables.show(validation.by(table, "policy"), tables.summaries("policy", "policy, predicted"))
     print(f"every point, the ladder and the picture: {out / 'README.md'}")
