@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from typing import TypeVar
 
 from megatrain.cores import usable_cores
-from sim.worker import begin_to_work, lost_ones_told
+from sim.worker import helpers
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,14 +26,6 @@ def computed(do: Callable[[T], R], left: Sequence[T], workers: int | None, remed
     if workers == 1:
         yield from map(do, left)
         return
-    others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(workers or usable_cores(), initializer=begin_to_work) as pool:
-        try:
-            with lost_ones_told(remedy):
-                for future in as_completed([pool.submit(do, point) for point in left]):
-                    yield future.result()
-        except BaseException:  # what is half done is lost in any case: do not wait for it
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in set(multiprocessing.active_children()) - others:
-                worker.terminate()
-            raise
+    with helpers(workers or usable_cores(), remedy) as pool:
+        for future in as_completed([pool.submit(do, point) for point in left]):
+            yield future.result()

@@ -9,7 +9,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -24,7 +24,7 @@ from sim.cost import MissingCost, TooLong, Unmeasured, demands
 from sim.machine import HardwareProfile
 from sim.prediction import DoesNotFit, Prediction, predict, require_fit
 from sim.units import seconds
-from sim.worker import begin_to_work, lost_ones_told
+from sim.worker import begin_to_work, helpers
 
 OURS = "streamed"
 ROUND = 4  # candidates judged at once: all are measured against the best of the rounds before
@@ -188,12 +188,8 @@ def judges(case: Case, workers: int) -> Iterator[Judge]:
     if workers == 1:
         yield lambda candidates, best_ns: (judge(case, candidate, best_ns) for candidate in candidates)
         return
-    pool = ProcessPoolExecutor(min(workers, ROUND), initializer=_begin_to_judge, initargs=(case,))
-    try:
-        with lost_ones_told("make room and plan again"):
-            yield functools.partial(_judged_by, pool)
-    finally:
-        pool.shutdown(cancel_futures=True)  # not to wait would leave a thread that may fail as Python ends
+    with helpers(min(workers, ROUND), "make room and plan again", _begin_to_judge, case) as pool:
+        yield functools.partial(_judged_by, pool)
 
 
 def _judged_by(pool: Executor, candidates: list[Candidate], best_ns: float) -> Iterable[Verdict]:

@@ -6,10 +6,11 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from typing import Any
 
 from schedules.errors import Refused
 
@@ -29,9 +30,19 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def lost_ones_told(remedy: str) -> Iterator[None]:
-    """Raises Refused where a process of a pool is ended from outside."""
-    try:
-        yield
-    except BrokenProcessPool:
-        raise Refused(f"a process that helped was ended, as Linux does where memory runs out; {remedy}") from None
+def helpers(
+    workers: int, remedy: str, begin: Callable[..., None] = begin_to_work, *given: Any
+) -> Iterator[ProcessPoolExecutor]:
+    """Processes that begin with `begin`, which is to call `begin_to_work`; what they are at in the end is lost.
+
+    Raises Refused where one of them is ended from outside; `remedy` is what helps then.
+    """
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(workers, initializer=begin, initargs=given) as pool:
+        try:
+            yield pool
+        except BrokenProcessPool:
+            raise Refused(f"a process that helped was ended, as Linux does where memory runs out; {remedy}") from None
+        finally:  # after a Ctrl-C they would work on; and another one, while they are waited for, makes Python hang
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.terminate()

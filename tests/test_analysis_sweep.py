@@ -542,11 +542,11 @@ def test_there_are_no_more_workers_than_cores_for_them(monkeypatch: pytest.Monke
     """A scheduler may give a few cores of a hundred, and memory for as many processes."""
     asked: list[int] = []
 
-    def no_pool(workers: int, **_: Any) -> Any:
+    def no_pool(workers: int, remedy: str) -> Any:
         asked.append(workers)
         raise InputError("enough")
 
-    monkeypatch.setattr(pool, "ProcessPoolExecutor", no_pool)
+    monkeypatch.setattr(pool, "helpers", no_pool)
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7})
     with pytest.raises(InputError, match="enough"):

@@ -18,22 +18,23 @@ from sim.candidate import judges
 
 ROOT = Path(__file__).parents[1]
 SLOW = """
-import os, time
+import os, signal, time
 import sim.candidate
 
 def slow(case, candidate, best_ns):
     os.write(1, b"%d\\n" % os.getpid())
     time.sleep(60)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
 sim.candidate.judge = slow
 with sim.candidate.judges(None, 2) as judge:
     list(judge([1, 2], 0.0))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_processes_that_judge_end_with_the_one_that_plans(number: signal.Signals) -> None:
-    """The signal is for the parent alone, as from a scheduler, or from Linux where memory runs out."""
+    """At once. The signal is for the parent alone, as from a scheduler, or from Linux where memory runs out."""
     with subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         workers = [int(process.stdout.readline()) for _ in range(2)]
