@@ -411,6 +411,20 @@ def test_who_interrupts_before_a_command_begins_is_told_without_a_traceback(wher
     assert (done.returncode, done.stderr) == (130, f"{INTERRUPTED}\n")
 
 
+def test_who_interrupts_again_while_a_command_ends_is_shown_no_traceback() -> None:
+    """Python takes half a second for that."""
+    program = (
+        "import atexit, os, signal\n"
+        "from megatrain import cli\n"
+        "def app(): raise SystemExit(130)\n"
+        "cli.app = app\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_who_interrupts_twice_does_not_wait(tmp_path: Path) -> None:
     with _endless(tmp_path, "--accumulation", "80", "--seq", "256") as run:  # a step takes a second or more
         _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())

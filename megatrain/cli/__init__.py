@@ -10,6 +10,7 @@ import functools
 import inspect
 import io
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -135,6 +136,8 @@ def main() -> NoReturn:
     except BrokenPipeError:  # the reader (`head`, say) has closed the pipe: stay silent, also at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    if code == 130:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends: one more would show a traceback of where it was
     sys.exit(code)
 
 
