@@ -237,23 +237,17 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
 
     def of_layer(i: int) -> Tensor:
         shapes = file_shapes(model, i, stacked=stacked)
+        # The bias by which experts are chosen is made to lie around 0, which changes no choice: training may leave it
+        # in a narrow band around numbers so large that in bf16 most experts' would be alike.
+        correction = model.score_correction and _file_name(model, i, _in_files(model, model.score_correction))
         read, found = there.read(part for name in shapes for part in parts[name]), {}
         for name, shape in shapes.items():
             whole = quantized_files.widened([read.pop(part) for part in parts[name]], there.tile, shape[-1])
-            found[name] = _as_trained(name, whole.mT if name in transposed else whole)
+            flat = (whole.mT if name in transposed else whole).flatten()
+            found[name] = flat - flat.median() if name == correction else flat
         return slab_of(model, i, found)
 
     return of_layer
-
-
-def _as_trained(name: str, tensor: Tensor) -> Tensor:
-    """What is trained of a tensor that was read, flat.
-
-    The bias by which experts are chosen is made to lie around 0, which changes no choice: training may leave it in a
-    narrow band around numbers so large that in bf16 most experts' would be alike.
-    """
-    flat = tensor.flatten()
-    return flat - flat.median() if name.endswith(CORRECTION) else flat
 
 
 def untrained(folder: Path, model: ModelSpec) -> Callable[[int], dict[str, Tensor]]:

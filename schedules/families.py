@@ -664,6 +664,38 @@ FAMILIES: dict[str, Family] = {
         ),
         predicts_more="apart",
     ),
+    "HYV3ForCausalLM": Family(
+        model_type="hy_v3",
+        defaults={
+            "max_position_embeddings": 131072,
+            "head_dim": 128,
+            "rope_theta": 11158840.0,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 192,
+            "num_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1536,
+            "first_k_dense_replace": 1,
+            "router_scaling_factor": 2.826,
+        },
+        fixed={"sigmoid_router": True, "qk_norm": True},
+        biases=("attention_bias", "mlp_bias"),
+        experts=Experts(
+            shared="num_shared_experts",
+            scaling="router_scaling_factor",
+            wide_router=True,
+            correction="mlp",
+            in_files={
+                "mlp.gate.weight": "mlp.router.gate.weight",
+                "mlp.e_score_correction_bias": "mlp.expert_bias",
+                **{
+                    f"mlp.shared_experts.{name}.weight": f"mlp.shared_mlp.{name}.weight"
+                    for name in ("gate_proj", "up_proj", "down_proj")
+                },
+            },
+        ),
+        predicts_more="as a block",
+    ),
     "SolarOpenForCausalLM": Family(
         model_type="solar_open",
         defaults={

@@ -21,6 +21,7 @@ class Experts:
     beside_mlp: they stand beside an MLP that is given all tokens, each of the two has norms of its own, and so has the
         router, which weights each expert besides.
     wide_router: routers multiply in fp32.
+    scaling: a field that states what weights are multiplied by.
     place, matrices: where files have them within a block, and what they call gate, up and down of each.
     stacked: published with all experts' matrices in one tensor.
     in_files: what files call a part of a name, where they do not have a block's modules by these.
@@ -38,6 +39,7 @@ class Experts:
     modules: str = "mlp.experts"
     beside_mlp: bool = False
     wide_router: bool = False
+    scaling: str = "routed_scaling_factor"
     place: str = "mlp"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked: bool = False

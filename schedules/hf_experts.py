@@ -39,13 +39,13 @@ def written_experts(architecture: str, names: Experts, spec: Mapping[str, Any]) 
     config |= {
         names.shared: spec.get("n_shared_experts", 0),
         "first_k_dense_replace": dense,
-        "routed_scaling_factor": spec.get("routed_scaling_factor", 1.0),
+        names.scaling: spec.get("routed_scaling_factor", 1.0),
         "n_group": spec.get("n_group", 1),
         "topk_group": spec.get("topk_group", 1),
     }
     if architecture == "Glm4MoeForCausalLM":
         config["use_qk_norm"] = spec["qk_norm"]
-    if architecture == "Glm4MoeLiteForCausalLM":
+    if architecture in ("Glm4MoeLiteForCausalLM", "HYV3ForCausalLM"):
         config["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(spec["num_hidden_layers"])]
     if architecture == "DeepseekV2ForCausalLM":
         config["topk_method"] = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
@@ -88,7 +88,7 @@ def read_experts(
         found["n_shared_experts"] = _shared(known.shared_width, settings[known.shared_width], found)
     found |= {key: settings[key] for key in _CHOICE if key in of_family}
     if known.shared is not None:
-        found |= _sharing(architecture, known.shared, settings, need)
+        found |= _sharing(architecture, known, settings, need)
     return found
 
 
@@ -101,8 +101,10 @@ def _shared(key: str, width: Any, experts: Mapping[str, Any]) -> int:
     return int(width // each)
 
 
-def _sharing(architecture: str, shared: str, settings: Mapping[str, Any], need: Callable[[str], Any]) -> dict[str, Any]:
-    """Of experts where so many as the field `shared` says are given all tokens, and the first blocks may have none."""
+def _sharing(
+    architecture: str, names: Experts, settings: Mapping[str, Any], need: Callable[[str], Any]
+) -> dict[str, Any]:
+    """Of experts where so many as a field says are given all tokens, and the first blocks may have none."""
     sigmoid = FAMILIES[architecture].fixed.get("sigmoid_router", False)
     known: dict[str, tuple[Any, ...]] = {"scoring_func": ("sigmoid" if sigmoid else "softmax",), "moe_layer_freq": (1,)}
     if architecture == "DeepseekV2ForCausalLM":
@@ -114,8 +116,8 @@ def _sharing(architecture: str, shared: str, settings: Mapping[str, Any], need: 
             named = " or ".join(map(repr, values))
             raise ModelError(f"{key} of a {architecture} must be {named}, not {settings[key]!r}")
     found = {
-        "routed_scaling_factor": settings.get("routed_scaling_factor", 1.0),
-        "n_shared_experts": need(shared),
+        "routed_scaling_factor": settings.get(names.scaling, 1.0),
+        "n_shared_experts": need(str(names.shared)),
         "first_k_dense_replace": _dense(settings, need),
     }
     if settings.get("topk_method") != "greedy":  # which chooses from all

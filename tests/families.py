@@ -384,6 +384,16 @@ MODELS = {
     "glm-5": replace(DEEPSEEK_V3, architecture="GlmMoeDsaForCausalLM", index_topk=32, rms_norm_eps=1e-3, v_head_dim=20),
     "mistral-small-4": MISTRAL4,
     "mistral-small-4, of late queries": of_length(MISTRAL4, 5),
+    "hy3": replace(
+        GLM4_MOE,
+        architecture="HYV3ForCausalLM",
+        qk_norm=True,
+        attention_bias=False,
+        partial_rotary_factor=1.0,
+        routed_scaling_factor=2.8,
+        n_shared_experts=2,
+        first_k_dense_replace=2,
+    ),
     "k-exaone": replace(
         GLM4_MOE,
         architecture="ExaoneMoeForCausalLM",

@@ -119,6 +119,7 @@ ROUNDED = {
     "nemotron-3-super-120b-a12b": 120.6e9,
     "nemotron-3-ultra-550b-a55b": 550e9,
     "glm-5": 744e9,  # with indexers
+    "hy3-preview": 295e9,
     "glm-4-9b-0414": 9.4e9,
     "glm-4-32b-0414": 32.6e9,
     "k-exaone-236b-a23b": 236e9,
@@ -1097,15 +1098,14 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
     silent["num_experts_per_tok"] = silent.get("num_experts_per_tok") or 2  # which a DeepSeek-V2 has no default for
     ours = ModelSpec.from_hf_config(silent | stated | {"architectures": [architecture]}, "silent")
     alike = ["routed_scaling_factor", "n_shared_experts", "n_group", "topk_group", "q_lora_rank", *WIDTHS]
-    if architecture == "ExaoneMoeForCausalLM":
-        alike.remove("n_shared_experts")
-        assert ours.n_shared_experts == theirs.num_shared_experts
     known = FAMILIES[architecture].experts
     if ours.num_experts and known is not None and known.shared_width is not None:
         alike.remove("n_shared_experts")
         assert ours.shared_width == getattr(theirs, known.shared_width)
+    called = {} if known is None else {"routed_scaling_factor": known.scaling, "n_shared_experts": known.shared}
     for field in alike:
-        assert getattr(ours, field) == (getattr(theirs, field, None) or getattr(spec(), field)), field
+        said = called.get(field) or field
+        assert getattr(ours, field) == (getattr(theirs, said, None) or getattr(spec(), field)), field
     dense = [kind == "dense" for kind in getattr(theirs, "mlp_layer_types", None) or ()]
     assert ours.first_k_dense_replace == (sum(dense) or getattr(theirs, "first_k_dense_replace", 0))
     named = hf_nemotron.NAMES if architecture == hf_nemotron.ARCHITECTURE else {}
@@ -1283,6 +1283,12 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
             {"rope_scaling": None} if model.rope_scaling else {"rope_theta": 1e4},
         ],
         "DeepseekV32ForCausalLM": [{"index_topk": 64}, {"q_lora_rank": 7}, {"n_group": 4, "topk_group": 1}],
+        "HYV3ForCausalLM": [
+            {"attention_bias": True},
+            {"num_shared_experts": 2},
+            {"router_scaling_factor": 1.5},
+            {"mlp_layer_types": ["sparse"] * model.num_hidden_layers},
+        ],
         "GlmMoeDsaForCausalLM": [{"index_topk": 64}, {"mlp_layer_types": ["sparse"] * model.num_hidden_layers}],
         "Glm4MoeForCausalLM": [
             {"attention_bias": False},
@@ -1396,6 +1402,7 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "deepseek-v3",
         "deepseek-v3.2",
         "glm-5",
+        "hy3-preview",
         "seed-oss-36b",
         "smollm3-3b",
         "phi-3-mini-4k",
