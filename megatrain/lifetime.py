@@ -46,5 +46,5 @@ def _users(ops: tuple[Op, ...], buffer: str, indices: list[int], at: int) -> lis
 def _order(schedule: Schedule) -> tuple[HappensBefore, list[Clock]]:
     """The order that streams, waits and the host give, and what has finished when each op of step 1 starts."""
     order = HappensBefore()
-    starts = [clock for instance, _, clock in in_order(schedule, order, steps=2) if instance.step == 1]
+    starts = [clock for instance, _, clock in in_order(schedule, order) if instance.step == 1]
     return order, starts

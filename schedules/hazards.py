@@ -132,9 +132,12 @@ def unrolled(ops: Sequence[Op], steps: int) -> Iterator[tuple[Instance, Op]]:
             yield Instance(step, index), op
 
 
-def in_order(schedule: Schedule, order: HappensBefore, *, steps: int) -> Iterator[tuple[Instance, Op, Clock]]:
-    """The ops of `steps` steps, each with what is known to have finished when it starts; records them in `order`."""
-    for instance, op in unrolled(schedule.ops, steps):
+def in_order(schedule: Schedule, order: HappensBefore) -> Iterator[tuple[Instance, Op, Clock]]:
+    """The ops of two steps, each with what is known to have finished when it starts; records them in `order`.
+
+    What an op of the second step follows in its own step and in the one before, it follows in every later one.
+    """
+    for instance, op in unrolled(schedule.ops, 2):
         clock = order.start(op)
         for on, distance in schedule.waits_at[instance.place]:
             first = Instance(instance.step - distance, on)
@@ -156,8 +159,7 @@ def minimal_waits(ops: Sequence[Op]) -> tuple[Wait, ...]:
     waits: list[Wait] = []
     for instance, op in unrolled(ops, 2):
         clock = order.start(op)
-        late = [first for first in accesses.before(op) if not order.implies(clock, first)]
-        for first in sorted(late, reverse=True):
+        for first in sorted(accesses.before(op), reverse=True):
             if order.implies(clock, first):
                 continue
             clock = order.after(clock, first)

@@ -131,10 +131,10 @@ def _deadlocks(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _races(schedule: Schedule) -> Iterator[Violation]:
-    """Hazards that neither streams, nor waits, nor the issuing host keep in order, over three steps."""
+    """Hazards in a step or from one to the next that neither streams, nor waits, nor the issuing host keep in order."""
     accesses, order = Accesses(), HappensBefore()
     told: set[tuple[str, str, str, int]] = set()
-    for instance, op, clock in in_order(schedule, order, steps=3):
+    for instance, op, clock in in_order(schedule, order):
         for hazard in accesses.hazards(op):
             if order.implies(clock, hazard.first):
                 continue
