@@ -148,7 +148,11 @@ def test_a_part_left_out_is_told() -> None:
 
 
 def test_a_part_updated_twice_is_told() -> None:
-    assert "updates part 1of4 of layer 0 a second time in one step" in told(in_parts((*QUARTERS[:2], *QUARTERS[1:])))
+    with pytest.raises(ScheduleError) as error:
+        verify(in_parts((*QUARTERS[:2], *QUARTERS[1:])))
+    (twice,) = (v for v in error.value.violations if "a second time" in v.message)
+    assert (twice.op, twice.on) == ("U.0.1of4#2", "U.0.1of4")
+    assert twice.message == "U.0.1of4#2 updates part 1of4 of layer 0 a second time in one step"
     assert "updates part 3of4 of layer 0 a second time in one step, after U.0.3of4" in told(
         in_parts((*QUARTERS, QUARTERS[3]))
     )

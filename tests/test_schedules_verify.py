@@ -80,7 +80,7 @@ def without(schedule: Schedule, name: str) -> Schedule:
 
 
 @pytest.mark.parametrize("workload", [PLAIN, CLIPPED])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [1, 3, 11])  # of eleven, the last one's name is not the last in the alphabet
 def test_a_sound_schedule_passes(workload: Workload, accumulation: int) -> None:
     schedule = streaming(workload, accumulation).build(policy="streaming")
     verified = verify(schedule)
@@ -170,6 +170,7 @@ def test_weights_that_missed_an_update_are_stale() -> None:
     found = problems(p2.build(policy="stale"))
     assert [(v.rule, v.op) for v in found] == [("stale read", "F.0.0"), ("stale read", "B.0.0")]
     assert "version 0 where version 1 is due" in str(found[0])
+    assert found[0].fix.startswith("bring w.0 up to date ") and found[0].fix.endswith(", or declare the staleness")
     assert "its forward read version 0" in str(found[1])
     declared = replace(p2.build(policy="stale"), staleness=1)
     assert any("version 0 where version 2" in str(v) for v in problems(declared)), "two is more than declared"
@@ -292,13 +293,13 @@ def test_what_follows_from_a_forgotten_update_is_not_told() -> None:
 def test_what_follows_from_a_second_update_is_not_told() -> None:
     p = streaming()
     p.update(1, grad=p.at_home(p.grad(1)))
-    assert [(v.rule, v.op) for v in problems(p.build(policy="twice"))] == [("gradient coverage", "U.1#2")]
+    assert [(v.rule, v.op, v.on) for v in problems(p.build(policy="twice"))] == [("gradient coverage", "U.1#2", "U.1")]
 
 
 @pytest.mark.parametrize(
     ("name", "rule", "told"),
     [
-        ("U.1", "gradient coverage", "gradient of layer 1 is never applied"),
+        ("U.1", "gradient coverage", "gradient of layer 1 is never applied: the step has no update of it\nadd"),
         ("O.g.1", "stale read", "reads the gradient of layer 1 from host.g.1, which then holds nothing"),
         ("F.1.0", "stale read", "reads the output of layer 1, micro-batch 0"),
         ("P.w.1", "stale read", "reads the weights of layer 1"),
@@ -484,6 +485,8 @@ def test_a_step_that_clips_and_computes_no_norm_is_told_so_once() -> None:
     (found,) = (v for v in problems(without(streaming(CLIPPED).build(policy="streaming"), "N")) if v.rule != "race")
     assert (found.rule, found.op) == ("gradient clipping", "U.embed")
     assert "clipped to a global norm of 1.0, and no op computes that norm\ncall norm()" in str(found)
+    (found,) = problems(replace(streaming(PLAIN).build(policy="streaming"), workload=CLIPPED))
+    assert (found.rule, found.op) == ("gradient clipping", "U.head")
     both = problems(without(without(streaming(CLIPPED).build(policy="streaming"), "N"), "O.g.1"))
     assert {("gradient clipping", "U.embed"), ("stale read", "U.1")} <= {(v.rule, v.op) for v in both}
 
@@ -737,7 +740,14 @@ def test_an_update_is_of_the_layer_that_it_writes() -> None:
     schedule = streaming().build(policy="streaming")
     found = problems(edit(schedule, "U.1", lambda op: replace(op, layer=2)))
     assert any("U.1 is of layer 2 and writes the optimizer state of layer 1" in str(v) for v in found)
+    found = problems(edit(schedule, "O.g.1", lambda op: replace(op, kind=Kind.UPDATE, phase=Phase.CAST, layer=None)))
+    assert any("O.g.1 is of no layer and writes the gradient of layer 1" in str(v) for v in found)
     assert "U.1 is of layer 9" in str(problems(edit(schedule, "U.1", lambda op: replace(op, layer=9)))[0])
+
+
+def test_a_copy_of_a_layer_that_there_is_not_is_told_once() -> None:
+    schedule = streaming().build(policy="streaming")
+    assert [v.op for v in problems(edit(schedule, "P.w.1", lambda op: replace(op, layer=9)))] == ["P.w.1"]
 
 
 def test_a_layer_has_not_every_phase() -> None:
@@ -746,14 +756,39 @@ def test_a_layer_has_not_every_phase() -> None:
     assert "F.embed.0 computes forward of layer embed\nthat layer has embed, backward" in str(found[0])
 
 
-def test_compute_needs_its_tensors_on_the_device() -> None:
-    schedule = streaming().build(policy="streaming")
+@pytest.mark.parametrize(
+    ("name", "tensor", "fix"),
+    [
+        ("F.0.0", "w.0", "prefetch() it first, or keep it there with keep_on_device()"),
+        ("L.head.0", "w.head", "prefetch() it first, or keep it there with keep_on_device()"),
+        (
+            "B.0.0",
+            "g.0",
+            "name a buffer of the device to add it up in, as slots() makes them, or keep it there with "
+            "keep_on_device()",
+        ),
+        (
+            "L.head.0",
+            "w.embed",
+            "name a buffer of the device, loss(embed_weights=..., embed_grad=...), or keep it there with "
+            "keep_on_device()",
+        ),
+        ("F.0.0", "x.embed.0", "restore() it first"),
+    ],
+)
+def test_compute_needs_its_tensors_on_the_device(name: str, tensor: str, fix: str) -> None:
+    schedule = two_slots(small(tied=True), PLAIN)
+    there = Buffer(name="there", tier=Tier.HOST, nbytes=1 << 20)
 
     def from_host(op: Op) -> Op:
-        return replace(op, reads=tuple(Access("host.w.0", a.tensor) if a.tensor == "w.0" else a for a in op.reads))
+        reads, writes = (
+            tuple(Access("there", a.tensor) if a.tensor == tensor else a for a in of) for of in (op.reads, op.writes)
+        )
+        return replace(op, reads=reads, writes=writes)
 
-    found = problems(edit(schedule, "F.0.0", from_host))
-    assert any("computes with host.w.0, not on the device" in str(v) for v in found)
+    found = problems(edit(replace(schedule, buffers=(*schedule.buffers, there)), name, from_host))
+    told = [(v.op, v.message, v.fix) for v in found if v.rule == "structure"]
+    assert told == [(name, f"{name} computes with there, not on the device", fix)]
 
 
 @pytest.mark.parametrize(
