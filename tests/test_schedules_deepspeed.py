@@ -23,8 +23,10 @@ from test_schedules_policies import (
 
 from schedules import policies
 from schedules.deepspeed import sub_groups
+from schedules.model import ModelSpec
 from schedules.op import Op, Phase, Stream, Tier
 from schedules.policies import PolicyError
+from schedules.presets import load
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import MemoryBudget
@@ -354,6 +356,22 @@ def test_zero_infinity_with_weights_on_the_drive_reads_them_for_each_use() -> No
     assert once(schedule, HOST, NVME, "w") == {1}
     # the layer that is fetched while block 1 runs is block 2; the drive is two further
     assert place(schedule, "P.w.4") < place(schedule, "F.1.0") < place(schedule, "P.w.5")
+
+
+@pytest.mark.parametrize(
+    ("model", "slots"),
+    [
+        (load("qwen2.5-1.5b"), 10),  # of 46.8 million parameters a block
+        (load("llama-3.1-70b"), 3),  # of 856 million
+        (blocks(5), 5),
+        (blocks(2), 3),
+    ],
+)
+def test_zero_infinitys_pool_holds_half_a_billion_parameters_or_three_layers(model: ModelSpec, slots: int) -> None:
+    schedule = policies.build_without_waits("zero_infinity", model, workload(), ROOM, params_on_nvme=True)
+    assert [b.name for b in schedule.buffers if b.name.startswith("pool") and b.name[4:].isdigit()] == [
+        f"pool{n}" for n in range(slots)
+    ]
 
 
 def test_zero_infinity_waits_for_gradients_to_land_but_not_for_their_writes() -> None:

@@ -856,8 +856,9 @@ def test_what_a_planner_drops_is_gone_and_not_garbage() -> None:
     step = Workload(micro_batch_size=2, seq_len=16, accumulation=2)
     policies.build_without_waits("streamed", TINY, step, ROOM)  # what is made once and kept
     gc.collect()
-    ops = policies.build_without_waits("streamed", TINY, step, ROOM).ops
-    assert gc.collect() < len(ops)
+    built = policies.build_without_waits("streamed", TINY, step, ROOM)
+    assert gc.collect() < len(built.ops)
+    assert not built.waits  # which take as long as all else
 
 
 if __name__ == "__main__":

@@ -63,6 +63,8 @@ def test_a_step_in_the_right_order_is_safe() -> None:
         (lambda p: p.slots("more", 2).use("zz"), r"use\('zz'\): the ring has more0, more1"),
         (lambda p: p.forward(97), "tiny has no layer 97"),
         (lambda p: p.recompute(-2, output=True), "tiny has no layer -2"),
+        (lambda p: p.forward(MODEL.head), r"the head has no forward of its own"),
+        (lambda p: p.backward(MODEL.head), r"the head has no backward of its own"),
         (lambda p: p.recompute(-1, keep="nothing", output=True), r"recompute\(embed, 0\): only blocks run again"),
         (lambda p: p.slots("more", 10**11), "more: a ring has up to 10,000 slots, not 100,000,000,000"),
         (lambda p: p.slots("slot", 2), r"slots\('slot', 2\): there is a buffer slot0 already; give the ring another"),
@@ -325,7 +327,10 @@ def test_a_step_of_absurdly_many_ops_is_refused_before_it_is_written(monkeypatch
 
 
 def test_a_loop_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(most_ops, "MOST_OPS", 10)
+    written = len(finished().build(policy="resident").ops)
+    monkeypatch.setattr(most_ops, "MOST_OPS", written)
+    assert len(finished().build(policy="resident").ops) == written
+    monkeypatch.setattr(most_ops, "MOST_OPS", written - 1)
     monkeypatch.setattr(buffers, "MOST_BUFFERS", 100)
     told = "the policy writes more than 200,000 ops, too many to simulate: see that its loops end; if they do, give few"
     with pytest.raises(InputError, match=told):
