@@ -74,3 +74,19 @@ def test_states_of_held_blocks_pass_first(hold: int, through: int, settled: int,
     knobs = dict.fromkeys(COUNTS, 0) | {"hold": hold, "through": through}
     found = Places(model, Workload(micro_batch_size=1, seq_len=8), groups=1, parts=1, **knobs)
     assert (len(found.settled), len(found.through & set(found.streamed))) == (settled, streaming)
+
+
+def test_weights_on_a_drive_are_of_blocks_spread_over_those_whose_states_are_there() -> None:
+    model = replace(presets.load("tiny"), num_hidden_layers=16)
+    knobs = dict.fromkeys(COUNTS, 0) | {"nvme": 3, "nvme_weights": 1}
+    found = Places(model, Workload(micro_batch_size=1, seq_len=8), groups=1, parts=1, **knobs)
+    assert ({i for i, _ in found.nvme_states}, found.nvme_weights) == ({2, 7, 12}, {7})
+
+
+def test_a_block_runs_all_micro_batches_of_a_group_at_a_visit_or_only_one() -> None:
+    model = replace(presets.load("tiny"), num_hidden_layers=3)
+    workload, knobs = Workload(micro_batch_size=1, accumulation=4, seq_len=8), dict.fromkeys(COUNTS, 0)
+    above = Places(model, workload, groups=1, parts=1, **knobs | {"singly": 1})
+    assert [above.turns(i) for i in model.blocks] == [4, 4, 1]
+    in_groups = Places(model, workload, groups=2, parts=1, **knobs)
+    assert [in_groups.turns(i) for i in model.blocks] == [2, 2, 2]
