@@ -50,10 +50,10 @@ def simulate(
         Stuck: some op would never run.
     """
     costs = demands(schedule, profile, terms) if costs is None else costs
-    durations = np.tile(np.array([cost.duration_ns for cost in costs], dtype=np.int64), (steps, 1))
+    durations = None
     if terms.noise:
-        factors = np.random.default_rng(seed).lognormal(0.0, terms.noise, durations.shape)
-        durations = np.rint(durations * factors).astype(np.int64)
+        factors = np.random.default_rng(seed).lognormal(0.0, terms.noise, (steps, len(costs)))
+        durations = np.rint(factors * [cost.duration_ns for cost in costs]).astype(np.int64)
     return play(
         schedule,
         costs,
@@ -171,7 +171,7 @@ class _Machine:
                 continue
             task.left -= (now - task.since) * task.speed
             task.since, task.speed = now, speed
-            task.timer = self._env.timeout(max(0, -(-task.left // speed)))
+            task.timer = self._env.timeout(-(-task.left // speed))
             task.timer.callbacks.append(partial(self._end, task))
 
     def _end(self, task: _Task, timer: simpy.Event) -> None:

@@ -90,11 +90,18 @@ def test_of_two_that_end_together_the_one_issued_last_released_it() -> None:
     assert trace.waited_on.tolist() == [ISSUE, ISSUE, 1]
 
 
+def test_what_is_issued_just_as_the_op_that_it_waits_for_ends_was_held_up_by_its_issue() -> None:
+    ops = [bare("P", Stream.H2D, writes="a"), bare("F", Stream.COMPUTE, reads="a")]
+    trace = play(schedule_of(ops), [Demand(duration_ns=10), Demand(duration_ns=5, issue_ns=10, wake_ns=3)], steps=1)
+    assert trace.start_ns.tolist() == [0, 13]
+    assert trace.waited_on.tolist() == [ISSUE, ISSUE]
+
+
 def test_copies_in_both_directions_share_the_duplex_limit() -> None:
     ops = [bare("P", Stream.H2D), bare("O", Stream.D2H)]
     costs = [
-        Demand(duration_ns=100, usage={H2D: 1.0, DUPLEX: 0.8}),
-        Demand(duration_ns=50, usage={D2H: 1.0, DUPLEX: 0.8}),
+        Demand(duration_ns=100, usage={H2D: 1.0, DUPLEX: 0.8, DRAM: 0.0}),
+        Demand(duration_ns=50, usage={D2H: 1.0, DUPLEX: 0.8, DRAM: 0.0}),
     ]
     trace = play(schedule_of(ops), costs, steps=1)
     # Each gets 1 / 1.6 = 0.625 of its speed: O's 50 take 80. P has done 50 by then, and the rest at full speed.
