@@ -139,7 +139,7 @@ def test_a_drive_that_reads_and_writes_at_once_is_slower_at_both(both: str, unti
 
 
 def test_a_schedule_for_nvme_needs_a_machine_that_has_it() -> None:
-    with pytest.raises(ValueError, match="NVMe"):
+    with pytest.raises(ValueError, match=r"keeps tensors on NVMe, and \w+ has none$"):
         demand(copy(Tier.NVME, Tier.HOST, MB), replace(round_profile(), nvme=None))
 
 

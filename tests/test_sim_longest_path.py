@@ -136,8 +136,16 @@ def test_periods_of_a_batch() -> None:
     assert found.tolist() == [40.0, 75.0]
 
 
+def test_a_period_is_the_mean_of_the_last_three_of_six_steps() -> None:
+    ops = [bare("P", Stream.H2D), bare("F", Stream.COMPUTE), bare("O", Stream.D2H), bare("U", Stream.CPU)]
+    schedule = schedule_of(ops, [Wait(op="F", on="P"), Wait(op="O", on="F")])
+    found = periods(schedule, np.array([[50, 50, 50, 70]]), np.zeros((1, 4), dtype=np.int64))
+    # O ends at 150, 200 and so on to 400, U at 70, 140 and so on to 420: the third step at 250, the sixth at 420
+    assert found.tolist() == [(420 - 250) / 3]
+
+
 def test_ops_that_wait_for_each_other_are_named() -> None:
     waits = [Wait(op="A", on="B"), Wait(op="B", on="A")]
-    schedule = schedule_of([bare("A", Stream.H2D), bare("B", Stream.COMPUTE), bare("C", Stream.CPU)], waits)
-    with pytest.raises(Stuck, match=r"A, B$"):
+    schedule = schedule_of([bare("C", Stream.CPU), bare("A", Stream.H2D), bare("B", Stream.COMPUTE)], waits)
+    with pytest.raises(Stuck, match=r": A, B$"):
         evaluate(schedule, np.ones((1, 3), dtype=np.int64), np.ones((1, 3), dtype=np.int64), 1)
