@@ -8,15 +8,56 @@ import pytest
 from strategies import MODEL, WORKLOAD, round_profile
 from timed_profile import timed
 
-from schedules.op import Kind, Tier
+from schedules import policies
+from schedules.op import Kind, Phase, Tier
+from schedules.phases import COMPUTE
+from schedules.workload import MemoryBudget
 from sim.areas import OPTIMIZER, LayerAreas
-from sim.cost import DRAM, NVME_READ, NVME_WRITE
+from sim.cost import D2H, DRAM, GPU, H2D, NVME_READ, NVME_WRITE, Terms, demands
 from sim.machine import Measured, Table
 
 
 @pytest.fixture(scope="module")
 def areas() -> LayerAreas:
     return LayerAreas(MODEL, replace(WORKLOAD, accumulation=2), round_profile())
+
+
+def test_a_layer_keeps_the_gpu_busy_for_as_long_as_its_ops_take(areas: LayerAreas) -> None:
+    room = MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40)
+    schedule = policies.build("streamed", MODEL, areas.workload, room, keep=0)  # all blocks run again
+    costs = demands(schedule, round_profile(), Terms(issue=False))
+    takes = {
+        (op.layer, op.phase): cost.duration_ns
+        for op, cost in zip(schedule.ops, costs, strict=True)
+        if op.kind == Kind.COMPUTE and op.layer is not None
+    }
+    assert {phase for _, phase in takes} == {*COMPUTE} and len(takes) == 3 * len(MODEL.blocks) + 3
+    assert {at: areas.compute(*at).get(GPU) for at in takes} == takes
+    assert areas.compute(MODEL.head, Phase.FORWARD) == {}
+
+
+def test_activations_that_are_sent_away_keep_the_link_busy_both_ways(areas: LayerAreas) -> None:
+    nbytes = areas.nbytes("s", 0)
+    for way, link, rate in ((Kind.OFFLOAD, D2H, 40), (Kind.PREFETCH, H2D, 50)):  # GB/s
+        assert nbytes / rate - 1 <= areas.copy("s", 0, way)[link] <= nbytes / rate
+
+
+def test_an_op_takes_no_longer_than_the_quickest_of_its_kind() -> None:
+    """A forward that keeps activations is timed apart from one that keeps none, and a schedule may have either."""
+    known = timed(MODEL, [WORKLOAD])
+    assert known.measured is not None and known.measured.op_times is not None
+    times = dict(known.measured.op_times.values)
+    keeps, keeps_none = (
+        next(key for key in times if key.startswith(f"{MODEL.name}/block/{phase}/"))
+        for phase in ("forward+keep", "forward")
+    )
+
+    def forward_ns(keeping: int, not_keeping: int) -> float:
+        table = Table(values={**times, keeps: keeping, keeps_none: not_keeping}, unit="ns", source="made up")
+        profile = replace(known, measured=Measured(op_times=table))
+        return LayerAreas(MODEL, WORKLOAD, profile).compute(0, Phase.FORWARD)[GPU]
+
+    assert (forward_ns(900, 300), forward_ns(300, 900)) == (300, 300)
 
 
 @pytest.mark.parametrize("layer", [0, MODEL.head])
