@@ -314,7 +314,7 @@ def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nv
         if passes > 1:
             _in_turns(lp, costs, i, n, keep=keep, retained=retained, returned=returned)
             if turn == costs.model.head:
-                _between_losses(lp, costs, i, n, keep=keep, others=made)
+                _between_losses(lp, costs, i, n, keep=keep)
     else:
         lp.at_most.append(({**reload, once: -1}, 0.0))
 
@@ -336,14 +336,13 @@ def _in_turns(lp: _Program, costs: LayerAreas, i: int, n: int, *, keep: int, ret
         lp.at_most.append(({sum_away: t + 0.5, sent: -(t**2) / 2, flying: -a}, 0.0))
 
 
-def _between_losses(lp: _Program, costs: LayerAreas, i: int, n: int, *, keep: int, others: Sequence[int]) -> None:
+def _between_losses(lp: _Program, costs: LayerAreas, i: int, n: int, *, keep: int) -> None:
     """What the GPU does of these layers between the first loss and the last, when the CPU updates nothing."""
     a, saved = costs.workload.accumulation, n * costs.nbytes("s", i)
     forward, backward = (costs.compute(i, phase, n * a).get(GPU, 0.0) for phase in (Phase.FORWARD, Phase.BACKWARD))
     lasting = lp.column(device_last=saved * a)  # kept, and in flight at the last turn, and so at the first
-    lp.at_most.append(({lasting: 1, keep: -1}, 0.0))
     ran = lp.column({MIDDLE: forward + backward})
-    lp.exactly.append(({ran: 1, lasting: 1, **dict.fromkeys(others, 1)}, 1.0))
+    lp.exactly.append(({ran: 1, lasting: 1, keep: -1}, 0.0))
 
 
 def _powers_up_to(limit: int) -> list[float]:

@@ -114,7 +114,7 @@ class Room:
             return every
         over = self._over(Tier.DEVICE, start.with_knobs({"keep": 0, "stay": 0}))
         parts, state = start.count("parts"), state_of_block(self._model, start.workload)
-        room = 0 if over is None or not state else max(-over, 0) * parts // state
+        room = 0 if over is None else max(-over, 0) * parts // state
         if room % parts:  # what is left of a block passes through two buffers
             room = max(room - 2, room // parts * parts)
         return min(room, every)
@@ -186,13 +186,13 @@ class Room:
     def _sending_on(self, candidate: Candidate) -> Candidate:
         """With as many blocks' activations on NVMe as the host has no room for, of those that are sent away."""
         candidate, most = candidate.with_knobs({"nvme_offload": 0}), candidate.count("offload")
-        one = saved_bytes(self._model, 0, candidate.workload)
-        while most and one:
+        one, deep = saved_bytes(self._model, 0, candidate.workload), 0
+        while deep < most:
             over = self._over(Tier.HOST, candidate.with_knobs({"keep": 0}))
-            deep = candidate.count("nvme_offload")
-            if over is None or over <= 0 or deep == most:
+            if over is None or over <= 0:
                 break
-            candidate = candidate.with_knobs({"nvme_offload": min(deep - (-over // one), most)})
+            deep = min(deep - (-over // one), most)
+            candidate = candidate.with_knobs({"nvme_offload": deep})
         return candidate
 
     def _on_the_drive(self, start: Candidate, weighed: Callable[[Candidate], Candidate]) -> Candidate | None:

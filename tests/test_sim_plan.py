@@ -162,6 +162,7 @@ def test_what_the_solver_is_off_by_is_taken_off_the_bound(monkeypatch: pytest.Mo
         (40, 60, step(16), 114.9501, "optimizer"),
         (3, 30, step(1, precision="bf16_8bit"), 33.5300, "link.duplex"),
         (12, 2, step(64, recompute="mlp"), 521.2225, "nvme.write"),
+        (5, 1, step(64, accumulation=8, recompute="mlp"), 4208.5694, "nvme.write"),  # with weights on the drive
     ],
 )
 def test_the_bound_is_what_it_was(
@@ -177,6 +178,14 @@ def test_the_bound_is_what_it_was(
     for what in ("weights", "state", "activations"):
         shares = [share for label, share in found.placed.items() if label.startswith(what)]
         assert sum(shares) == pytest.approx(1.0) and min(shares) >= -1e-9
+
+
+def test_a_quick_drive_takes_activations_too() -> None:
+    drive = ("nvme.capacity=1TB", "nvme.read=40GB/s", "nvme.write=40GB/s")
+    profile = round_profile("gpu.memory=4GB", "host.memory=1GB", *drive)
+    found = placement_bound(shallow(4), step(16, accumulation=16), profile)
+    assert found.period_ns / 1e6 == pytest.approx(1938.6204, rel=1e-5)
+    assert found.placed["activations on NVMe"] > 0.01 and found.placed["weights on NVMe"] > 0.1
 
 
 def test_weights_that_the_device_updates_and_has_no_room_for_leave_it_and_come_again() -> None:
