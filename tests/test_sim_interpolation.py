@@ -51,8 +51,10 @@ def test_nothing_is_extrapolated(shape: tuple[int, int]) -> None:
     assert between({known: law(1, 1, 1, known) for known in GRID}, shape) is None
 
 
-def test_two_points_are_no_law() -> None:
+def test_two_points_are_no_law_and_three_are() -> None:
     assert between({(1, 64): 1.0, (4, 64): 2.0}, (2, 64)) is None
+    points = {shape: law(1, 1, 1, shape) for shape in ((1, 64), (8, 64), (1, 1024))}
+    assert between(points, (2, 256)) == pytest.approx(law(1, 1, 1, (2, 256)), rel=1e-5)
 
 
 def test_a_profile_predicts_shapes_between_those_it_measured_and_says_what_it_lacks() -> None:
