@@ -115,7 +115,7 @@ def timed(schedule: Schedule, which: Which = "all") -> dict[int, str]:
     def wanted(op: Op) -> bool:
         if which == "all":
             return is_timed(op, schedule)
-        return op.kind == Kind.COMPUTE or (which == "needed" and needs_time(op))
+        return needs_time(op) if which == "needed" else op.kind == Kind.COMPUTE
 
     return {
         place: signature(op, schedule.model, schedule.workload) for place, op in enumerate(schedule.ops) if wanted(op)

@@ -13,6 +13,7 @@ from megatrain.data import (
     RandomTokens,
     inputs_and_targets,
     read_bytes,
+    shares,
     standard_library,
 )
 from megatrain.token_file import from_file
@@ -103,12 +104,17 @@ def test_a_seed_below_zero_is_refused():
         RandomTokens(vocab_size=4, workload=WORKLOAD, seed=-1).batch(0)
 
 
+def test_where_all_tokens_are_learned_each_counts_as_much_as_any_other():
+    found = shares(ByteText(text=TEXT, workload=WORKLOAD), 0, WORKLOAD)
+    assert torch.equal(found, torch.full((2, 3, 16), 1 / 96, dtype=torch.double))
+
+
 def test_bytes_are_read_in_order_of_name_up_to_the_limit(tmp_path):
-    (tmp_path / "b.py").write_bytes(b"beta")
-    (tmp_path / "a.py").write_bytes(b"alpha")
+    for letter in "fdbeca":  # a folder lists its files in any order
+        (tmp_path / f"{letter}.py").write_bytes(letter.encode() * 2)
     (tmp_path / "c.txt").write_bytes(b"not python")
-    assert bytes(read_bytes(tmp_path, 100).tolist()) == b"alphabeta"
-    assert bytes(read_bytes(tmp_path, 7).tolist()) == b"alphabe"
+    assert bytes(read_bytes(tmp_path, 100).tolist()) == b"aabbccddeeff"
+    assert bytes(read_bytes(tmp_path, 7).tolist()) == b"aabbccd"
     assert len(read_bytes(tmp_path / "nowhere", 7)) == 0
 
 
