@@ -112,6 +112,11 @@ def test_more_host_memory_costs_what_the_file_says() -> None:
         some_prices().of("rtx4090", more_host_bytes=1e11)
     rented = some_prices(host_memory_per_gb=5.0, rent_host_memory_per_gb_hour=0.01)
     assert rented.of("h200", more_host_bytes=1e11).rent_per_hour == pytest.approx(5.0)
+    only_rented = {"h200": MachinePrice(source="made up", watts=1, rent_per_hour=1.0)}
+    for each in (None, 5.0):  # of a machine that is not for sale it matters to nobody
+        found = some_prices(machines=only_rented, host_memory_per_gb=each, rent_host_memory_per_gb_hour=0.01)
+        more = found.of("h200", more_host_bytes=1e11)
+        assert (more.buy, more.rent_per_hour) == (None, pytest.approx(2.0))
     told = r"h200 with 1,000 GB of host memory less would cost nothing: rent_per_hour is 4, and rent_host_.* 0\.01;"
     with pytest.raises(PriceError, match=told):
         rented.of("h200", more_host_bytes=-1e12)
@@ -229,6 +234,7 @@ def test_the_example_is_read_and_has_a_price_for_every_machine_it_names() -> Non
         ("currency: USD", "machines: is missing"),
         ("machines: {h200: {watts: 1, source: x}}", "give buy or rent_per_hour"),
         ("machines: {h200: {wats: 1}}", "'wats' is unknown"),
+        ("machines: {h200: 45000}", "h200: 45000 must be a mapping of prices"),
         ("machines: {h200: {watts: -1, source: x, buy: 1}}", "watts must be a number of at least zero"),
         (
             "lifetime_months: 0\nmachines: {h200: {watts: 1, source: x, buy: 1}}",
