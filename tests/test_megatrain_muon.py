@@ -307,8 +307,10 @@ def test_a_checkpoint_takes_the_room_of_its_state(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    of_muon = policies.build("resident", FOUR_BLOCKS, MUON, MEMORY)
-    of_adamw = policies.build("resident", FOUR_BLOCKS, replace(MUON, optimizer="adamw"), MEMORY)
-    train(of_muon, 1, tmp_path, save=True)
-    with pytest.raises(checkpoint.CheckpointError, match=r"has the state of muon, .* adamw: give --optimizer muon"):
-        checkpoint.read(tmp_path / "checkpoints", of_adamw)
+    both = ("muon", "adamw")
+    of = {name: policies.build("resident", FOUR_BLOCKS, replace(MUON, optimizer=name), MEMORY) for name in both}
+    for saved, asked in (both, both[::-1]):
+        train(of[saved], 1, tmp_path / saved, save=True)
+        told = f"has the state of {saved}, the schedule's optimizer is {asked}: give --optimizer {saved}"
+        with pytest.raises(checkpoint.CheckpointError, match=told):
+            checkpoint.read(tmp_path / saved / "checkpoints", of[asked])
