@@ -135,8 +135,13 @@ def test_the_memory_of_a_rented_machine_is_told_to_cost_nothing() -> None:
 
 def test_drives_that_wear_out_are_told_to_cost_nothing_where_they_have_no_price() -> None:
     (row,) = (sweep.evaluate(point) for point in some(["rtx4090"], names=["streamed"]))
-    for drive, days, told in ((0.0, 10.0, True), (120.0, 10.0, False), (0.0, None, False)):
-        own = MachinePrice(source="made up", watts=1000, buy=3652.5, drive=drive)
+    for drive, days, rent, told in (
+        (0.0, 10.0, None, True),
+        (120.0, 10.0, None, False),
+        (0.0, None, None, False),
+        (0.0, 10.0, 0.01, False),  # whoever rents it out pays for them
+    ):
+        own = MachinePrice(source="made up", watts=1000, buy=3652.5, rent_per_hour=rent, drive=drive)
         table = costs.priced([{**row, "drive_days": days}], some_prices(machines={"rtx4090": own}), 1e9)
         assert ("for nothing here: give drive in the prices of: rtx4090." in buying.note(table)) == told
 
@@ -211,10 +216,9 @@ def test_what_never_becomes_cheaper_than_a_rental_is_told_from_what_cannot_be_bo
 
 
 def test_a_point_that_is_dearer_and_no_faster_is_not_on_the_front() -> None:
-    """The last costs least by the hour, and most by the time that it is done."""
-    group = pd.DataFrame(
-        {"cost_per_hour": [2.0, 3.0, 4.0, 1.0], "cost": [1.0, 2.0, 3.0, 4.0], "tokens_per_s": [10.0, 9.0, 20.0, 1.0]}
-    )
+    """The fourth costs least by the hour, and most by the time that it is done; the last is as fast as the first."""
+    hourly, costing = [2.0, 3.0, 4.0, 1.0, 3.0], [1.0, 2.0, 3.0, 4.0, 1.5]
+    group = pd.DataFrame({"cost_per_hour": hourly, "cost": costing, "tokens_per_s": [10.0, 9.0, 20.0, 1.0, 10.0]})
     assert costs._pareto(group) == [0, 2]
 
 

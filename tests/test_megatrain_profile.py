@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -214,6 +215,14 @@ def test_rates_of_two_streams_count_only_what_ran_together() -> None:
             rates.rates(backend, [load[0], load[0]])
     finally:
         backend.close()
+
+
+def test_a_rate_is_that_of_five_windows_of_neighbouring_tasks() -> None:
+    """Ten tasks of three each, two in a window, which lasts 100 ns, 200, 300, 400 and 600."""
+    tasks = list(itertools.pairwise([0, 50, 100, 200, 300, 450, 600, 800, 1000, 1300, 1600]))
+    assert rates._rate(tasks, 3) == pytest.approx((6 / 600e-9, 6 / 300e-9, 6 / 100e-9))
+    assert rates._rate(tasks[:1], 3) == pytest.approx((3 / 50e-9,) * 3)
+    assert rates._rate([(5, 5)], 3) == pytest.approx((3 / 1e-9,) * 3)  # too quick for the clock
 
 
 def test_signatures_of_all_policies_are_covered_by_them() -> None:
