@@ -53,6 +53,7 @@ def test_schedules_that_have_no_room_are_left_out_and_named() -> None:
     told = {line.split()[0]: line for line in told_left_out(found, left)}
     assert len(told) == len(left) == len(policies.comparable()) - len(found)
     assert told["resident"].startswith("resident is not measured: it lacks ") and "device memory" in told["resident"]
+    assert "at least" not in told["resident"]
     assert "of host memory" in told["zero3_offload"] and "(--nvme FOLDER)" in told["zero_infinity"]
 
 
@@ -69,6 +70,10 @@ def test_a_policy_that_has_room_for_smaller_shapes_is_told_with_those_it_has_not
     found, left = that_fit([s for s in built(small, (1, 256), (16, 1024)) if s.policy == "megatrain"], small)
     assert [(s.workload.micro_batch_size, s.workload.seq_len) for s in found] == [(1, 256)]
     assert told_left_out(found, left)[0].startswith("megatrain is not measured at 16x1024: it lacks ")
+    ((schedule, lacking),) = left
+    again = replace(schedule, workload=replace(schedule.workload, recompute="mlp"))
+    (told,) = told_left_out(found, [(again, lacking)])
+    assert told.startswith("megatrain is not measured at 16x1024 with recompute mlp: it lacks ")
 
 
 @pytest.mark.parametrize("room", [9, 1])

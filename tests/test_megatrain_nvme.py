@@ -148,12 +148,13 @@ def test_a_part_of_a_slab_can_be_used(drive: Drive) -> None:
     assert torch.equal(found, small)
 
 
-def test_memory_with_gaps_is_refused(drive: Drive) -> None:
-    """It would be read into a copy that nobody sees."""
+def test_memory_with_gaps_and_memory_that_is_not_the_hosts_are_refused(drive: Drive) -> None:
+    """The one would be read into a copy that nobody sees, the other has no address."""
     held, every_second = slab(drive, BLOCK), torch.zeros(BLOCK, 2, dtype=torch.uint8)[:, 0]
-    for move in (held.read, held.write):
-        with pytest.raises(ValueError, match="contiguous memory of the host"):
-            move(every_second)
+    for memory in (every_second, torch.empty(BLOCK, dtype=torch.uint8, device="meta")):
+        for move in (held.read, held.write):
+            with pytest.raises(ValueError, match="contiguous memory of the host"):
+                move(memory)
 
 
 def test_a_closed_drive_has_no_threads_and_no_files(tmp_path: Path) -> None:
