@@ -16,7 +16,7 @@ import safetensors
 from torch import Tensor
 
 from megatrain.hf import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WeightsError, adapter_name, are_seeing
-from megatrain.quantized_files import PLAIN
+from megatrain.quantised_files import PLAIN
 from megatrain.template import views
 from schedules.model import ModelSpec
 

@@ -19,8 +19,8 @@ import safetensors
 import torch
 from torch import Tensor
 
-from megatrain import quantized_files
-from megatrain.quantized_files import InFile, Tile
+from megatrain import quantised_files
+from megatrain.quantised_files import InFile, Tile
 from megatrain.template import views
 from schedules.delta import DeltaNet
 from schedules.errors import InputError
@@ -162,7 +162,7 @@ class _Tensors:
         stored, tile = {name: name for name in files}, None
         if config is not None:
             try:
-                tile = quantized_files.tile(config)
+                tile = quantised_files.tile(config)
             except ValueError as error:
                 raise WeightsError(f"the weights in {folder} {error}: {PLAIN_ONLY}") from None
             if sees(config):
@@ -195,7 +195,7 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
 
     Of a model that sees images, by its config.json, its language model is read, and nothing else is looked at. What
     lies there as transformers computes with it, all experts' matrices in one tensor, is read like what it writes. What
-    `megatrain.quantized_files` knows is made whole.
+    `megatrain.quantised_files` knows is made whole.
     That all are there, in the model's shapes, and nothing else that the model would compute with, is checked at once.
     Raises WeightsError.
     """
@@ -209,25 +209,25 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     first = model.family.module_name(_in_files(model, f"{model.experts.modules}.{model.expert_first}"))
     stacked = any(name.endswith(f".{first}") for name in files)
     wanted = {name: shape for i in model.layers for name, shape in file_shapes(model, i, stacked=stacked).items()}
-    parts = {name: quantized_files.lies_as(name, files) for name in wanted}
+    parts = {name: quantised_files.lies_as(name, files) for name in wanted}
     for name, found in parts.items():
         if not found:
             raise WeightsError(
-                f"the weights in {folder} lack {name}{_quantized(files) or _by_other_names(name, files)}"
+                f"the weights in {folder} lack {name}{_quantised(files) or _by_other_names(name, files)}"
             )
     needed = {part for found in parts.values() for part in found}
     for name in files:
         if name not in needed and not _not_needed(name, model):
             raise WeightsError(
                 f"{folder} contains {name}, which {model.name} has no parameter for"
-                + (_quantized(files) or "; remove it if it is not needed")
+                + (_quantised(files) or "; remove it if it is not needed")
             )
     if model.tie_word_embeddings and HEAD in files:
         _require_tied(there, model)
     headers = there.headers(needed)
     for name, shape in wanted.items():
         try:
-            found_shape = quantized_files.shape([headers[part] for part in parts[name]], there.tile, shape[-1])
+            found_shape = quantised_files.shape([headers[part] for part in parts[name]], there.tile, shape[-1])
         except ValueError as error:
             raise WeightsError(f"{name} in {folder} {error}: {PLAIN_ONLY}") from None
         if may_be_transposed and found_shape != shape and (found_shape[0], *found_shape[:0:-1]) == shape:
@@ -242,7 +242,7 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
         correction = model.score_correction and _file_name(model, i, _in_files(model, model.score_correction))
         read, found = there.read(part for name in shapes for part in parts[name]), {}
         for name, shape in shapes.items():
-            whole = quantized_files.widened([read.pop(part) for part in parts[name]], there.tile, shape[-1])
+            whole = quantised_files.widened([read.pop(part) for part in parts[name]], there.tile, shape[-1])
             flat = (whole.mT if name in transposed else whole).flatten()
             found[name] = flat - flat.median() if name == correction else flat
         return slab_of(model, i, found)
@@ -260,21 +260,21 @@ def untrained(folder: Path, model: ModelSpec) -> Callable[[int], dict[str, Tenso
     there = _Tensors.of(folder, _config(folder))
     starts = {i: tuple(_file_name(model, i, start) for start in model.family.untrained) for i in model.blocks}
     names = {
-        i: sorted({quantized_files.whole_name(part) for part in there.files if part.startswith(start)})
+        i: sorted({quantised_files.whole_name(part) for part in there.files if part.startswith(start)})
         for i, start in starts.items()
     }
-    parts = {name: quantized_files.lies_as(name, there.files) for of_block in names.values() for name in of_block}
+    parts = {name: quantised_files.lies_as(name, there.files) for of_block in names.values() for name in of_block}
     headers = there.headers(part for found in parts.values() for part in found)
     for name, found in parts.items():
         try:
-            quantized_files.shape([headers[part] for part in found], there.tile, 0)
+            quantised_files.shape([headers[part] for part in found], there.tile, 0)
         except ValueError as error:
             raise WeightsError(f"{name} in {folder} {error}: {PLAIN_ONLY}") from None
 
     def of_layer(i: int) -> dict[str, Tensor]:
         read = there.read(part for name in names.get(i, ()) for part in parts[name])
         return {
-            name: quantized_files.widened([read[part] for part in parts[name]], there.tile, 0)
+            name: quantised_files.widened([read[part] for part in parts[name]], there.tile, 0)
             for name in names.get(i, ())
         }
 
@@ -305,7 +305,7 @@ def by_file(files: Mapping[str, str], names: Iterable[str]) -> dict[str, list[st
     return found
 
 
-PLAIN_ONLY = f"training begins with {quantized_files.TOLD}; export the model so"
+PLAIN_ONLY = f"training begins with {quantised_files.TOLD}; export the model so"
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
@@ -370,7 +370,7 @@ def _not_needed(name: str, model: ModelSpec) -> bool:
         return True
     if in_block and name.startswith(tuple(f"{in_block[0]}{start}" for start in model.family.untrained)):
         return True
-    beside_others = name.endswith(("rotary_emb.inv_freq", *quantized_files.NOT_NEEDED))
+    beside_others = name.endswith(("rotary_emb.inv_freq", *quantised_files.NOT_NEEDED))
     return beside_others or (model.tie_word_embeddings and name == HEAD)
 
 
@@ -388,9 +388,9 @@ def _require_tied(there: _Tensors, model: ModelSpec) -> None:
         )
 
 
-def _quantized(files: Mapping[str, str]) -> str:
-    quantized = any(name.endswith(("_blocks", "_packed", "_scales", "_scale", "_scale_inv")) for name in files)
-    return f": the weights are quantized; {PLAIN_ONLY}" if quantized else ""
+def _quantised(files: Mapping[str, str]) -> str:
+    quantised = any(name.endswith(("_blocks", "_packed", "_scales", "_scale", "_scale_inv")) for name in files)
+    return f": the weights are quantised; {PLAIN_ONLY}" if quantised else ""
 
 
 def _by_other_names(name: str, files: Mapping[str, str]) -> str:

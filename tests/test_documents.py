@@ -456,6 +456,11 @@ def test_what_is_said_of_weights_in_4_bits_is_predicted_so() -> None:
         assert not found.does_not_fit and f"{params / 1e9:,.0f} billion" in row[0]
         sizes = [f"{found.peak_bytes[tier] / 1e9:.1f} GB" for tier in (Tier.DEVICE, Tier.HOST)]
         assert row[2:] == [*sizes, told(found)]
+        if name == "glm-5":
+            says(
+                "README.md",
+                f"at [{told(found)}](docs/training.md#frozen-weights-in-4-bits), in {sizes[1][:3]} GB of host",
+            )
         assert adapters(name, "rtx5090", 1, ("host.memory=1TB",), 2048, quantised="nf4", resident=0).does_not_fit
     at_once, apart = (
         adapters("deepseek-v3.2", "h200", 4, (), 2048, 4, **{**by_matrices, "whole": whole})

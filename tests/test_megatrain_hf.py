@@ -254,7 +254,7 @@ def test_a_block_for_the_token_after_the_next_is_left_out(tmp_path: Path) -> Non
         hf.parameters(folder, model)
 
 
-def test_quantized_weights_are_told_as_such(tmp_path: Path) -> None:
+def test_quantised_weights_are_told_as_such(tmp_path: Path) -> None:
     model = MODELS["gpt-oss"]
     export.write(tmp_path, model, WORKLOAD, parameters(model))
     for file in tmp_path.glob("*.safetensors"):
@@ -264,7 +264,7 @@ def test_quantized_weights_are_told_as_such(tmp_path: Path) -> None:
     index = json.loads((tmp_path / hf.INDEX).read_text())
     names = {name + "_blocks" if name.endswith("_proj") else name: f for name, f in index["weight_map"].items()}
     (tmp_path / hf.INDEX).write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(WeightsError, match=r"lack .*gate_up_proj: the weights are quantized; training begins with"):
+    with pytest.raises(WeightsError, match=r"lack .*gate_up_proj: the weights are quantised; training begins with"):
         hf.parameters(tmp_path, model)
 
 
@@ -435,7 +435,7 @@ def test_weights_that_other_blocks_were_trained_with_are_refused(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("model.layers.1.self_attn.q_proj.extra_scale", "no parameter for: the weights are quantized; training"),
+        ("model.layers.1.self_attn.q_proj.extra_scale", "no parameter for: the weights are quantised; training"),
         ("model.layers.1.self_attn.q_proj.bias", "which tiny has no parameter for; remove it if it is not needed"),
         ("model.layers.1.self_attn.rotary_emb.inv_freq", None),
     ],

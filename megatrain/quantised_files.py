@@ -8,7 +8,7 @@ A tensor x lies there as it is, or as two tensors, its values and what they are 
 | x_blocks, x_scales | U8, U8 | MXFP4: 32 numbers of 4 bits with a power of 2, of x's columns, not its rows | gpt-oss |
 | x_packed, x_scale | I32, floats | integers of 4 or 8 bits, with a scale for so many of a row | Kimi-K2-Thinking |
 
-What lies beside them for activations that are quantized, too, is not needed where these are whole. Sources: OCP
+What lies beside them for activations that are quantised, too, is not needed where these are whole. Sources: OCP
 Microscaling Formats (MX) 1.0, 5.3.3 and 5.4.1; transformers 5.24, integrations/mxfp4.py and finegrained_fp8.py;
 compressed-tensors (vllm-project), compressors/pack_quantized.
 """
@@ -46,12 +46,12 @@ def tile(config: Mapping[str, Any]) -> Tile | None:
         return None
     method = found.get("quant_method", "a way that it does not name") if isinstance(found, dict) else found
     if method not in METHODS:
-        raise ValueError(f"are quantized, with {method}")
+        raise ValueError(f"are quantised, with {method}")
     sizes = found.get("weight_block_size")
     if sizes is None:
         return None
     if not (isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
-        raise ValueError(f"are quantized with a weight_block_size of {sizes}, not of rows and columns")
+        raise ValueError(f"are quantised with a weight_block_size of {sizes}, not of rows and columns")
     return sizes[0], sizes[1]
 
 

@@ -19,7 +19,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from megatrain import export, hf
 from megatrain.hf import WeightsError
 from megatrain.initial import random_parameters
-from megatrain.quantized_files import lies_as, shape, tile, widened
+from megatrain.quantised_files import lies_as, shape, tile, widened
 from schedules.model import ModelSpec
 from schedules.workload import Workload
 
@@ -27,15 +27,15 @@ FP8 = torch.float8_e4m3fn
 Published = Callable[[str, Tensor], dict[str, Tensor]]
 
 
-def publish(folder: Path, model: ModelSpec, quantized: Published, quantization: object) -> dict[str, Tensor]:
-    """Write a folder of a model's weights, `quantized` one by one; what they were before, by name."""
+def publish(folder: Path, model: ModelSpec, quantised: Published, quantization: object) -> dict[str, Tensor]:
+    """Write a folder of a model's weights, `quantised` one by one; what they were before, by name."""
     export.write(folder, model, Workload(micro_batch_size=1, seq_len=8), random_parameters(model, seed=5))
     whole: dict[str, Tensor] = {}
     index: dict[str, str] = {}
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         whole |= tensors
-        parts = {part: t for name, tensor in tensors.items() for part, t in quantized(name, tensor).items()}
+        parts = {part: t for name, tensor in tensors.items() for part, t in quantised(name, tensor).items()}
         save_file(parts, file)
         index |= dict.fromkeys(parts, file.name)
     (folder / hf.INDEX).write_text(json.dumps({"weight_map": index}))
@@ -158,7 +158,7 @@ def test_experts_in_packed_integers_are_read(tmp_path: Path) -> None:
         parts = {"packed": words.to(torch.int32), "scale": scales, "shape": sizes}
         return {f"{name}_{part}": t for part, t in parts.items()}
 
-    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantised"}
     whole = publish(tmp_path, model, packed, config)
     found = read(tmp_path, model)
     assert expected and found.keys() == whole.keys()
@@ -166,7 +166,7 @@ def test_experts_in_packed_integers_are_read(tmp_path: Path) -> None:
         assert torch.equal(tensor, expected.get(name, whole[name]))
 
 
-def test_what_a_language_model_within_another_is_quantized_with_is_looked_up_there() -> None:
+def test_what_a_language_model_within_another_is_quantised_with_is_looked_up_there() -> None:
     assert tile({}) is None and tile({"text_config": {}}) is None
     config = {"quant_method": "fp8", "weight_block_size": [128, 64]}
     assert tile({"quantization_config": config}) == tile({"text_config": {"quantization_config": config}}) == (128, 64)
@@ -175,9 +175,9 @@ def test_what_a_language_model_within_another_is_quantized_with_is_looked_up_the
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"quant_method": "gptq"}, "are quantized, with gptq: training begins with bf16, fp16 or fp32 weights, or"),
+        ({"quant_method": "gptq"}, "are quantised, with gptq: training begins with bf16, fp16 or fp32 weights, or"),
         ({"bits": 4}, "with a way that it does not name: training"),
-        ("int8", "are quantized, with int8: training"),
+        ("int8", "are quantised, with int8: training"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"with a weight_block_size of \[128\], not of rows and"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"a weight_block_size of \[128, 0\]"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "a weight_block_size of 128"),
@@ -209,7 +209,7 @@ def test_other_ways_to_quantize_are_refused_by_name(config: object, told: str, t
         (lambda t: {"_packed": torch.zeros(64, 8, dtype=torch.int32)}, "lack .*q_proj.weight: the weights are quant"),
         (
             lambda t: {"": t.to(FP8), "_scale": torch.ones(()), "_zero_point": torch.ones(())},
-            "contains .*_zero_point, which tiny has no parameter for: the weights are quantized",
+            "contains .*_zero_point, which tiny has no parameter for: the weights are quantised",
         ),
     ],
 )
