@@ -5,6 +5,7 @@ A file holds a command, or a few that belong together; they are listed here in t
 
 from __future__ import annotations
 
+import atexit
 import errno
 import functools
 import inspect
@@ -137,7 +138,8 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     if code == 130:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends: one more would show a traceback of where it was
+        # as Python ends, one more would show a traceback of where it was; whoever catches SystemExit hears it as before
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 
 
