@@ -30,6 +30,7 @@ from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import ADAMW, Workload
 from sim import hardware
+from sim.adapter_plan import POLICY, plan_adapters
 from sim.candidate import cost
 from sim.cost import MissingCost, TooLong
 from sim.machine import HardwareProfile
@@ -38,6 +39,7 @@ from sim.prediction import Prediction, memory_of, predict
 from sim.splits import splits, that_can_be_written
 
 PLAN = "plan"  # in place of a policy's name: the best schedule that is found
+PLAN_ADAPTERS = "plan-adapters"  # likewise, of those that train adapters; a rank and a format may follow, as knobs do
 GOES_ON = "the same command goes on from here"
 Row = dict[str, Any]
 T = TypeVar("T", bound="Point | Handed")
@@ -91,16 +93,35 @@ def _version() -> str:
 
 def _source(policy: str) -> str:
     """The text of a policy's file, which may be another by the next sweep; nothing of our own and of plans."""
+    if _of_adapters(policy) is not None:
+        return ""
     name = policy if policy == PLAN else policies.with_knobs(policy)[0]
     return "" if name in (PLAN, *policies.names()) else Path(name).read_text(encoding="utf-8", errors="replace")
 
 
 def require_training(names: Sequence[str]) -> None:
     """Raises InputError unless all of these policies, or plans, train the same; else the cheapest may train least."""
-    trained = {name: "weights" if name == PLAN else policies.trains(policies.with_knobs(name)[0]) for name in names}
+    trained = {name: _trains(name) for name in names}
     policies.require_alike(trained)
     if "nothing" in trained.values():
         raise InputError(f"{names[0]} trains nothing: a sweep is of what training costs")
+
+
+def _trains(name: str) -> str:
+    if _of_adapters(name) is not None:
+        return "adapters"
+    return "weights" if name == PLAN else policies.trains(policies.with_knobs(name)[0])
+
+
+def _of_adapters(policy: str) -> dict[str, Any] | None:
+    """The rank and the format of frozen weights that a plan for adapters is asked for; None of anything else."""
+    name, *settings = policy.split() or [policy]
+    if name != PLAN_ADAPTERS:
+        return None
+    asked = policies.parse_knobs(POLICY, settings)
+    if chosen := [knob for knob in asked if knob not in ("rank", "quantised")]:
+        raise InputError(f"{PLAN_ADAPTERS} chooses {chosen[0]} itself: give it a rank, or quantised=nf4, or neither")
+    return {"rank": policies.knobs(POLICY)["rank"].default, **asked}
 
 
 def points(
@@ -167,7 +188,7 @@ def evaluate(point: Point) -> Row:
         "reason": "",
     }
     try:
-        prediction, knobs, bound_ns = _planned(point) if point.policy == PLAN else _named(point)
+        prediction, knobs, bound_ns = _found(point)
     except (Refused, InputError) as error:
         return {**row, "reason": str(error).partition("\n")[0]}
     return {**row, "fits": True, "bound_of_any_schedule_s": bound_ns / 1e9 or None, **_of(prediction, knobs, bound_ns)}
@@ -217,6 +238,28 @@ def _of(prediction: Prediction, knobs: Mapping[str, Knob], bound_ns: float) -> R
 
 
 Found = tuple[Prediction, Mapping[str, Knob], float]  # with which knobs, and the bound of any schedule in ns
+
+
+def _found(point: Point) -> Found:
+    if point.policy == PLAN:
+        return _planned(point)
+    asked = _of_adapters(point.policy)
+    return _named(point) if asked is None else _planned_for_adapters(point, asked)
+
+
+def _planned_for_adapters(point: Point, asked: dict[str, Any]) -> Found:
+    if point.optimizer != ADAMW or point.matmul is not None:
+        raise InputError(f"adapters are trained by {ADAMW}, with products in bf16: leave out the optimizer and matmul")
+    found = plan_adapters(
+        point.model,
+        point.profile,
+        seq_len=point.seq_len,
+        tokens_per_step=point.tokens_per_step,
+        precision=point.precision,
+        grad_clip=point.grad_clip,
+        **asked,
+    )
+    return found.prediction, {**asked, **found.chosen.knobs}, found.lower_bound_ns
 
 
 def _planned(point: Point) -> Found:

@@ -85,6 +85,31 @@ def test_a_policy_file_that_was_edited_is_another_point(tmp_path: Path) -> None:
     assert keys[0] != keys[2] and keys[1] == keys[3]
 
 
+def test_plans_for_adapters_are_built_again_from_their_rows() -> None:
+    asked = ["plan-adapters", "plan-adapters quantised=nf4 rank=4"]
+    sweep.require_training([*asked, "lora_streamed rank=4"])
+    for names, told in (
+        (["plan", *asked], "plan trains weights and plan-adapters trains adapters"),
+        (["plan-adapters slots=2"], "plan-adapters chooses slots itself: give it a rank, or quantised=nf4"),
+    ):
+        with pytest.raises(InputError, match=told):
+            sweep.require_training(names)
+    for point, given in zip(some(["rtx4090"], names=asked), ("rank=16 ", "rank=4 quantised=nf4 "), strict=True):
+        row = sweep.evaluate(point)
+        assert row["fits"] and f"{row['knobs']} ".startswith(given) and row["gap_to_any_schedule"] >= 0
+        step = Workload(
+            micro_batch_size=row["micro_batch_size"],
+            accumulation=row["accumulation"],
+            seq_len=16,
+            recompute=row["recompute"],
+        )
+        knobs = policies.parse_knobs(row["schedule"], row["knobs"].split())
+        built = policies.build(row["schedule"], MODEL, step, memory_of(point.profile), **knobs)
+        assert built.workload.lora_rank == int(given[5:7]) and built.short_digest == row["digest"]
+    (refused,) = (sweep.evaluate(point) for point in some(["rtx4090"], names=["plan-adapters"], matmul="fp8"))
+    assert not refused["fits"] and refused["reason"].startswith("adapters are trained by adamw, with products in bf16")
+
+
 # ---- costs by hand
 
 

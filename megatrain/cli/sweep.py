@@ -55,7 +55,8 @@ def sweep(
         typer.Option(
             "--policy",
             "-p",
-            help='A policy, with any knobs: "streamed nvme=4"; or several: a,b. Repeatable; the best plan if left out.',
+            help='A policy, with any knobs: "streamed nvme=4"; or several: a,b. Repeatable; the best plan if left out. '
+            'plan-adapters, or "plan-adapters quantised=nf4 rank=8", is the best plan for LoRA.',
         ),
     ] = None,
     tokens: Tokens = 65536,
