@@ -6,6 +6,7 @@ whole by blocks and by matrices. From the best the search goes on, one knob at a
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from sim.cost import MissingCost, TooLong, demands
 from sim.findings import Findings, Progress
 from sim.machine import HardwareProfile
 from sim.prediction import Prediction, memory_of, peak_bytes
-from sim.refine import WORTH_A_STEP
+from sim.refine import SAME, WORTH_A_STEP
 from sim.search import NothingFits
 from sim.splits import all_ways, splits, that_can_be_written
 
@@ -32,6 +33,7 @@ POLICY = "lora_streamed"
 PLACES = ("recompute", "inputs", "host", "keep")  # of activations
 ENDLESS = MemoryBudget(device_bytes=1 << 60, host_bytes=1 << 60, nvme_bytes=1 << 60)
 OF_STARTS = 0.8  # the share of the search that takes
+PATIENCE = 2  # splits into ever smaller micro-batches that gain less than SAME, after which no more are tried
 SLOTS, EVERY = (1, 2, 3, 4), (1, 2, 4, 8)
 
 
@@ -129,9 +131,16 @@ def plan_adapters(
 
 
 def _search(found: Findings, steps: Sequence[Workload]) -> None:
-    for done, step in enumerate(steps):
-        found.share = OF_STARTS * done / len(steps)
-        found.evaluate(*_starts(found, step))
+    idle = 0
+    for _, of_split in itertools.groupby(steps, key=lambda step: step.accumulation):
+        before = found.cost_ns
+        for step in of_split:
+            found.share = OF_STARTS * steps.index(step) / len(steps)
+            found.evaluate(*_starts(found, step))
+        gained = found.chosen is None or found.cost_ns < before * (1.0 - SAME)
+        idle = 0 if gained else idle + 1
+        if idle == PATIENCE:
+            break
     if found.chosen is None:
         found.evaluate(*(start for step in steps for start in _starts(found, step, slots=1)))
     improved = True
