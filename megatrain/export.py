@@ -51,7 +51,10 @@ BESIDE = (  # what a folder of weights has beside them that training leaves as i
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.bpe.model",
     "tekken.json", "chat_template*", "generation_config.json",
 )  # fmt: skip
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a config.json, which no schedule depends on
+ITS_OWN = (  # what of its config.json no schedule depends on: special tokens, and of indexers sizes and places
+    "bos_token_id", "eos_token_id", "pad_token_id", "index_n_heads", "index_head_dim", "indexer_types",
+    "index_topk_freq", "index_skip_topk_offset", "index_topk_pattern",
+)  # fmt: skip
 
 
 class NotExported(Refused):
@@ -192,7 +195,7 @@ def _write_model(
         total += sum(part.nbytes for part in parts.values())
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
     if base is not None:
-        config = {**config, **_special_tokens(base)}
+        config = {**config, **_its_own(base)}
         if base.resolve() != folder.resolve().parent:  # where all of it is already
             _copy_what_lies_beside(base, folder)
     _write_json(folder / "config.json", {**config, "dtype": str(flat.dtype).removeprefix("torch.")})
@@ -224,8 +227,8 @@ def _copy_what_lies_beside(base: Path, folder: Path) -> None:
             warnings.warn(f"the export lacks {path}, which cannot be copied: {error.strerror or error}", stacklevel=2)
 
 
-def _special_tokens(base: Path) -> dict[str, Any]:
-    """What the config.json of a folder says of them; nothing where there is none."""
+def _its_own(base: Path) -> dict[str, Any]:
+    """What the config.json of a folder says that a model's does not; nothing where there is none."""
     try:
         found = json.loads((base / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # weights alone were asked of that folder
@@ -234,7 +237,7 @@ def _special_tokens(base: Path) -> dict[str, Any]:
         return {}
     text = found.get("text_config")  # of a model that sees images
     found = (text if isinstance(text, dict) else {}) | found
-    return {key: found[key] for key in TOKENS if key in found}
+    return {key: found[key] for key in ITS_OWN if key in found}
 
 
 def _write_adapters(

@@ -273,10 +273,13 @@ def test_an_export_has_what_no_training_here_changes(in_fp8: bool, tmp_path: Pat
     """A GLM-5's indexers, which are needed for long sequences alone."""
     model, base, out = MODELS["glm-5"], tmp_path / "base", tmp_path / "out"
     export.write(base, model, WORKLOAD, parameters(model))
+    blocks = model.num_hidden_layers  # the last without an indexer, as in a GLM-5.2
+    its_own = {"index_n_heads": 3, "index_head_dim": 16, "indexer_types": ["full"] * (blocks - 1) + ["shared"]}
+    (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | its_own))
     theirs = opener(model.architecture)(base)  # which has made the indexers that are not there
     theirs.save_pretrained(base, max_shard_size="100KB")
     expected = {name: part for name, part in theirs.state_dict().items() if ".indexer." in name}
-    assert len(expected) == 5 * model.num_hidden_layers
+    assert len(expected) == 5 * (blocks - 1)
     if in_fp8:
         for file in base.glob("*.safetensors"):
             for name, part in load_file(file).items():
@@ -290,6 +293,7 @@ def test_an_export_has_what_no_training_here_changes(in_fp8: bool, tmp_path: Pat
     source = hf.parameters(base, model)
     export.write(out, model, WORKLOAD, source, base)
     found = opener(model.architecture)(out).state_dict()
+    assert found.keys() == theirs.state_dict().keys()
     for name, part in expected.items():
         assert torch.equal(found[name], part)
     files = {name: file for file in out.glob("*.safetensors") for name in load_file(file)}
