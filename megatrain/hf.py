@@ -258,24 +258,29 @@ def untrained(folder: Path, model: ModelSpec) -> Callable[[int], dict[str, Tenso
     if not model.family.untrained:
         return lambda i: {}
     there = _Tensors.of(folder, _config(folder))
-    starts = {i: tuple(_file_name(model, i, start) for start in model.family.untrained) for i in model.blocks}
-    names = {
-        i: sorted({quantised_files.whole_name(part) for part in there.files if part.startswith(start)})
-        for i, start in starts.items()
-    }
+    names: dict[int, list[str]] = {}
+    for i in model.blocks:
+        starts = tuple(_file_name(model, i, start) for start in model.family.untrained)
+        of_block = (part for part in there.files if part.startswith(starts))
+        whole = {quantised_files.whole_name(part) for part in of_block if not part.endswith(quantised_files.NOT_NEEDED)}
+        names[i] = sorted(whole)
     parts = {name: quantised_files.lies_as(name, there.files) for of_block in names.values() for name in of_block}
-    headers = there.headers(part for found in parts.values() for part in found)
+    packed = [name for name in parts if f"{name}_shape" in there.files]
+    headers = there.headers([*(part for found in parts.values() for part in found), *(f"{n}_shape" for n in packed)])
+    columns = dict.fromkeys(parts, 0)
+    columns |= {name: int(there.read([f"{name}_shape"])[f"{name}_shape"][-1]) for name in packed}
     for name, found in parts.items():
         try:
-            quantised_files.shape([headers[part] for part in found], there.tile, 0)
+            quantised_files.shape([headers[part] for part in found], there.tile, columns[name])
         except ValueError as error:
             raise WeightsError(f"{name} in {folder} {error}: {PLAIN_ONLY}") from None
 
     def of_layer(i: int) -> dict[str, Tensor]:
-        read = there.read(part for name in names.get(i, ()) for part in parts[name])
+        of_block = names.get(i, ())
+        read = there.read(part for name in of_block for part in parts[name])
         return {
-            name: quantised_files.widened([read[part] for part in parts[name]], there.tile, 0)
-            for name in names.get(i, ())
+            name: quantised_files.widened([read[part] for part in parts[name]], there.tile, columns[name])
+            for name in of_block
         }
 
     return of_layer

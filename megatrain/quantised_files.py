@@ -45,14 +45,27 @@ def tile(config: Mapping[str, Any]) -> Tile | None:
     if not found:
         return None
     method = found.get("quant_method", "a way that it does not name") if isinstance(found, dict) else found
-    if method not in METHODS:
+    if not isinstance(found, dict) or method not in METHODS:
         raise ValueError(f"are quantised, with {method}")
-    sizes = found.get("weight_block_size")
-    if sizes is None:
-        return None
-    if not (isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
-        raise ValueError(f"are quantised with a weight_block_size of {sizes}, not of rows and columns")
-    return sizes[0], sizes[1]
+    told = _tiles(found)
+    for sizes in told:
+        if not (isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
+            raise ValueError(f"are quantised with tiles of {sizes}, not of rows and columns")
+        if sizes != told[0]:
+            raise ValueError(f"are quantised with tiles of {told[0]} and of {sizes}")
+    return (told[0][0], told[0][1]) if told else None
+
+
+def _tiles(found: Mapping[str, Any]) -> list[Any]:
+    """What a quantization_config says of tiles; compressed-tensors for each of its groups, of which one is a row's."""
+    told = [found.get("weight_block_size")]
+    groups = found.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict):
+            size = weights.get("group_size")
+            told += [weights.get("block_structure"), None if size in (None, -1) else [1, size]]
+    return [sizes for sizes in told if sizes is not None]
 
 
 def lies_as(name: str, files: Container[str]) -> tuple[str, ...]:
@@ -75,6 +88,8 @@ def shape(parts: Sequence[InFile], tile: Tile | None, columns: int) -> tuple[int
 
     Raises ValueError where they are nothing that `widened` makes a tensor of.
     """
+    if not parts:
+        raise ValueError("lacks its values, or what they are multiplied with")
     values, *scales = parts
     types = [part.type for part in parts]
     if values.type in PLAIN and not scales:
@@ -82,9 +97,9 @@ def shape(parts: Sequence[InFile], tile: Tile | None, columns: int) -> tuple[int
     if not scales:
         raise ValueError(f"is of type {values.type}, without a scale beside it")
     (scale,) = scales
-    if types == ["U8", "U8"] and values.shape == (*scale.shape, 16):
-        *matrices, rows, blocks = scale.shape
-        return (*matrices, 32 * blocks, rows)
+    if types == ["U8", "U8"] and len(scale.shape) == 3 and values.shape == (*scale.shape, 16):
+        experts, rows, blocks = scale.shape
+        return experts, 32 * blocks, rows
     if scale.type not in PLAIN or values.type not in ("F8_E4M3", "I32"):
         raise ValueError(f"is of type {values.type}, with a scale of type {scale.type} beside it")
     packed = values.type == "I32"
@@ -132,8 +147,8 @@ def _of_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     codes = torch.arange(256)
     levels = torch.tensor([*E2M1, *(-level for level in E2M1)])
     pairs = torch.complex(levels[codes & 15], levels[codes >> 4])  # by the byte; what moves fastest as one
-    *matrices, rows, of_row = scales.shape
-    found = torch.empty(*matrices, 32 * of_row, rows)
+    experts, rows, of_row = scales.shape
+    found = torch.empty(experts, 32 * of_row, rows)
     powers = scales.view(torch.float8_e8m0fnu)
     for matrix, block, power in zip(found, blocks, powers, strict=True):  # indices are four times as large as bytes
         numbers = torch.view_as_real(pairs.index_select(0, block.flatten().int())).view(rows, of_row, 32)

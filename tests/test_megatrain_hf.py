@@ -268,8 +268,23 @@ def test_quantised_weights_are_told_as_such(tmp_path: Path) -> None:
         hf.parameters(tmp_path, model)
 
 
-@pytest.mark.parametrize("in_fp8", [False, True])
-def test_an_export_has_what_no_training_here_changes(in_fp8: bool, tmp_path: Path) -> None:
+def in_fp8(part: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    values = part.to(torch.float8_e4m3fn)
+    return 0.5 * values.float(), {"": values, "_scale_inv": torch.full((1, 1), 0.5)}
+
+
+def in_4_bits(part: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    rows, columns = part.shape
+    values = torch.randint(-8, 8, (rows, columns))
+    words = ((values + 8).view(rows, -1, 8) << torch.arange(0, 32, 4)).sum(dim=-1).to(torch.int32)
+    beside = {"_scale": torch.full((rows, 1), 0.5), "_shape": torch.tensor([rows, columns])}
+    return 0.5 * values, {"_packed": words, **beside}
+
+
+@pytest.mark.parametrize("quantised", [None, in_fp8, in_4_bits])
+def test_an_export_has_what_no_training_here_changes(
+    quantised: Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]] | None, tmp_path: Path
+) -> None:
     """A GLM-5's indexers, which are needed for long sequences alone."""
     model, base, out = MODELS["glm-5"], tmp_path / "base", tmp_path / "out"
     export.write(base, model, WORKLOAD, parameters(model))
@@ -280,14 +295,14 @@ def test_an_export_has_what_no_training_here_changes(in_fp8: bool, tmp_path: Pat
     theirs.save_pretrained(base, max_shard_size="100KB")
     expected = {name: part for name, part in theirs.state_dict().items() if ".indexer." in name}
     assert len(expected) == 5 * (blocks - 1)
-    if in_fp8:
+    if quantised is not None:
         for file in base.glob("*.safetensors"):
-            for name, part in load_file(file).items():
-                if name in expected and part.ndim == 2:
-                    values = part.to(torch.float8_e4m3fn)
-                    expected[name] = 0.5 * values.float()
-                    more = {name: values, f"{name}_scale_inv": torch.full((1, 1), 0.5)}
-                    save_file({**{n: t for n, t in load_file(file).items() if n != name}, **more}, file)
+            tensors = load_file(file)
+            for name in [name for name in tensors if name in expected and tensors[name].ndim == 2]:
+                expected[name], parts = quantised(tensors.pop(name))
+                tensors |= {f"{name}{end}": part for end, part in parts.items()}
+                tensors[name.replace(".weight", ".input_scale")] = torch.ones(())  # of no use where these are whole
+            save_file(tensors, file)
         names = {name: file.name for file in base.glob("*.safetensors") for name in load_file(file)}
         (base / hf.INDEX).write_text(json.dumps({"weight_map": names}))
     source = hf.parameters(base, model)
@@ -298,6 +313,14 @@ def test_an_export_has_what_no_training_here_changes(in_fp8: bool, tmp_path: Pat
         assert torch.equal(found[name], part)
     files = {name: file for file in out.glob("*.safetensors") for name in load_file(file)}
     assert len(set(files.values())) == len(model.layers) and all(files[name] for name in expected)
+
+
+def test_what_is_not_trained_and_is_there_in_part_is_named(tmp_path: Path) -> None:
+    model = MODELS["glm-5"]
+    one = {"model.layers.0.self_attn.indexer.wk.weight_scale_inv": torch.ones(1, 1)}
+    save_file(one, tmp_path / hf.WHOLE)
+    with pytest.raises(WeightsError, match=r"indexer\.wk\.weight in .* lacks its values, or what they are multiplied"):
+        hf.untrained(tmp_path, model)
 
 
 def test_an_export_goes_on_where_what_is_not_trained_cannot_be_read(tmp_path: Path) -> None:

@@ -172,15 +172,36 @@ def test_what_a_language_model_within_another_is_quantised_with_is_looked_up_the
     assert tile({"quantization_config": config}) == tile({"text_config": {"quantization_config": config}}) == (128, 64)
 
 
+def test_tiles_of_compressed_tensors_are_as_large_as_their_group_says() -> None:
+    """192 rows in tiles of 128 have two scales: by their number alone these would be for 96 rows each."""
+
+    def of(**weights: object) -> tuple[int, int] | None:
+        groups = {"group_0": {"weights": weights, "input_activations": {"group_size": 16}}}
+        return tile({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}})
+
+    assert of(block_structure=[128, 64], group_size=None) == (128, 64)
+    assert of(group_size=32, strategy="group") == (1, 32) and of(group_size=-1) is None and of() is None
+    found = widened([torch.ones(192, 64).to(FP8), torch.tensor([[2.0], [3.0]])], of(block_structure=[128, 64]), 64)
+    assert found[:, 0].tolist() == [2.0] * 128 + [3.0] * 64
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [
         ({"quant_method": "gptq"}, "are quantised, with gptq: training begins with bf16, fp16 or fp32 weights, or"),
         ({"bits": 4}, "with a way that it does not name: training"),
         ("int8", "are quantised, with int8: training"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, r"with a weight_block_size of \[128\], not of rows and"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"a weight_block_size of \[128, 0\]"),
-        ({"quant_method": "fp8", "weight_block_size": 128}, "a weight_block_size of 128"),
+        ("fp8", "are quantised, with fp8: training"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"with tiles of \[128\], not of rows and columns"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"tiles of \[128, 0\]"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "tiles of 128"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {str(size): {"weights": {"group_size": size}} for size in (32, -1, 64)},
+            },
+            r"are quantised with tiles of \[1, 32\] and of \[1, 64\]: training",
+        ),
     ],
 )
 def test_other_ways_to_quantize_are_refused_by_name(config: object, told: str, tmp_path: Path) -> None:
@@ -202,6 +223,10 @@ def test_other_ways_to_quantize_are_refused_by_name(config: object, told: str, t
             "has 3 words a row, not those of 32 integers of 4 or 8 bits",
         ),
         (lambda t: {"_packed": torch.zeros(9, 4, dtype=torch.int32), "_scale": torch.ones(9, 1)}, r"shape \[9, 32\]"),
+        (
+            lambda t: {"_blocks": torch.zeros(32, 1, 16, dtype=torch.uint8), "_scales": torch.zeros(32, 1).byte()},
+            "is of type U8, with a scale of type U8 beside it",
+        ),
         (
             lambda t: {"_blocks": torch.zeros(64, 2, 8, dtype=torch.uint8), "_scales": torch.zeros(64, 2).byte()},
             "is of type U8, with a scale of type U8 beside it",
