@@ -218,6 +218,8 @@ def largest_micro_batch(model: ModelSpec, profile: HardwareProfile, workload: Wo
 
 
 def _trains(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> bool:
+    if model.unmet_length(workload.seq_len):
+        return False
     return any(True for _ in _frugal(model, profile, workload, memory_of(profile)))
 
 

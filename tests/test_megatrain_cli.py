@@ -133,6 +133,8 @@ def test_a_model_is_described_with_its_bytes() -> None:
     assert "MLP 32 experts, each 2,880 wide, 4 for a token" in told
     assert "64 query heads, 8 key and value heads of 64" in told and "128 tokens, in 12 blocks" in told
     assert "bf16 41.83 GB 41.83 GB 167.32 GB 250.98 GB 12 B" in told
+    told = " ".join(megatrain("models", "glm-5").stdout.split())
+    assert "sparse attention to 2,048 tokens: sequences of more are not trained" in told
     told = " ".join(megatrain("models", "gemma-4-31b").stdout.split())
     assert "blocks 50 of 478,959,105, 10 of 534,009,857 parameters" in told
     assert "16 key and value heads of 256; without a window 4 of 512, values made of keys" in told
@@ -625,6 +627,7 @@ def test_a_sequence_longer_than_the_model_was_made_for_is_noted(tmp_path: Path) 
 def test_a_training_whose_length_was_left_out_has_none_that_the_model_was_not_made_for() -> None:
     file = str(ROOT / "tests" / "golden" / "streamed.json")  # which says itself how long they are
     assert [usual_length(target, 256) for target in ("tiny", "demo", file)] == [128, 256, 256]
+    assert [usual_length("glm-5", most) for most in (256, 4096)] == [256, 2048]
     done = megatrain("run", "tiny", "--batch", "1", "--steps", "1", "--json")
     assert "note:" not in done.stderr and json.loads(done.stdout)["seq_len"] == 128
 

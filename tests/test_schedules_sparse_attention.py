@@ -14,6 +14,7 @@ from schedules.verify import ScheduleError, verify
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.plan import plan
+from sim.whatif import longest_sequence
 
 MODEL: ModelSpec = MODELS["glm-5"]  # which chooses 32 tokens
 ROOM = MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40)
@@ -37,6 +38,12 @@ def test_a_schedule_file_of_longer_ones_does_not_verify() -> None:
 def test_no_plan_is_made_for_longer_ones() -> None:
     with pytest.raises(ModelError, match=TOLD):
         plan(MODEL, hardware.load("rtx4090"), seq_len=33, tokens_per_step=33)
+
+
+def test_the_longest_sequence_that_can_be_trained_is_no_longer() -> None:
+    model, machine = replace(MODEL, index_topk=2048), hardware.load("rtx4090")
+    assert longest_sequence(model, machine, SHORT) == 2048
+    assert longest_sequence(MODEL, machine, SHORT) == 0, "it is a multiple of 1,024"
 
 
 def test_attention_costs_what_it_does_without_choosing() -> None:

@@ -154,10 +154,13 @@ def schedule_of(
 
 
 def usual_length(target: str, most: int) -> int:
-    """Tokens of a sequence where none are asked for: `most`, or what the model was made for where that is less."""
+    """Tokens of a sequence where none are asked for: `most`, or what the model is trained with where that is less."""
     from schedules import presets
 
-    return most if is_schedule(target) else min(most, presets.load(target).max_position_embeddings)
+    if is_schedule(target):
+        return most
+    model = presets.load(target)
+    return min(most, model.max_position_embeddings, model.index_topk or most)
 
 
 def note_length(model: ModelSpec, seq_len: int) -> None:
