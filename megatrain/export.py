@@ -188,7 +188,7 @@ def _write_model(
     beside = _beside(base, model)
     for number, i in enumerate(model.layers, 1):
         flat = weights(i)
-        parts = tensors_of(model, i, flat) | {name: part.to(flat.dtype) for name, part in beside(i).items()}
+        parts = tensors_of(model, i, flat) | beside(i, flat.dtype)
         file = f"model-{number:05d}-of-{count:05d}.safetensors"
         save_file(parts, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(parts, file)
@@ -201,20 +201,15 @@ def _write_model(
     _write_json(folder / "config.json", {**config, "dtype": str(flat.dtype).removeprefix("torch.")})
 
 
-def _beside(base: Path | None, model: ModelSpec) -> Callable[[int], dict[str, Tensor]]:
+def _beside(base: Path | None, model: ModelSpec) -> Callable[[int, torch.dtype], dict[str, Tensor]]:
     """Layer -> its tensors that no training here changes. Warns where they cannot be read: what was trained is worth
     more."""
-
-    def of_layer(i: int) -> dict[str, Tensor]:
-        return {}
-
-    if base is None or not model.family.untrained:
-        return of_layer
-    try:
-        return untrained(base, model)
-    except WeightsError as error:
-        warnings.warn(f"the export lacks what was not trained: {error}", stacklevel=2)
-        return of_layer
+    if base is not None:
+        try:
+            return untrained(base, model)
+        except WeightsError as error:
+            warnings.warn(f"the export lacks what was not trained: {error}", stacklevel=2)
+    return lambda i, dtype: {}
 
 
 def _copy_what_lies_beside(base: Path, folder: Path) -> None:

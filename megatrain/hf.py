@@ -250,13 +250,14 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     return of_layer
 
 
-def untrained(folder: Path, model: ModelSpec) -> Callable[[int], dict[str, Tensor]]:
-    """Layer -> what the files of `folder` have of it that no training here changes, by name, whole.
+def untrained(folder: Path, model: ModelSpec) -> Callable[[int, torch.dtype], dict[str, Tensor]]:
+    """Layer -> what the files of `folder` have of it that no training here changes, by name, as it lies there.
 
+    What lies there in fewer bits is made whole, of the type that is asked for.
     That all of it can be read is checked at once. Raises WeightsError.
     """
     if not model.family.untrained:
-        return lambda i: {}
+        return lambda i, dtype: {}
     there = _Tensors.of(folder, _config(folder))
     names: dict[int, list[str]] = {}
     for i in model.blocks:
@@ -275,13 +276,13 @@ def untrained(folder: Path, model: ModelSpec) -> Callable[[int], dict[str, Tenso
         except ValueError as error:
             raise WeightsError(f"{name} in {folder} {error}: {PLAIN_ONLY}") from None
 
-    def of_layer(i: int) -> dict[str, Tensor]:
-        of_block = names.get(i, ())
-        read = there.read(part for name in of_block for part in parts[name])
-        return {
-            name: quantised_files.widened([read[part] for part in parts[name]], there.tile, columns[name])
-            for name in of_block
-        }
+    def of_layer(i: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        found = there.read(part for name in names.get(i, ()) for part in parts[name])
+        for name in names.get(i, ()):
+            if parts[name] != (name,):
+                pieces = [found.pop(part) for part in parts[name]]
+                found[name] = quantised_files.widened(pieces, there.tile, columns[name]).to(dtype)
+        return found
 
     return of_layer
 

@@ -313,6 +313,11 @@ def test_an_export_has_what_no_training_here_changes(
         assert torch.equal(found[name], part)
     files = {name: file for file in out.glob("*.safetensors") for name in load_file(file)}
     assert len(set(files.values())) == len(model.layers) and all(files[name] for name in expected)
+    export.write(tmp_path / "bf16", model, WORKLOAD, lambda i: source(i).bfloat16(), base)
+    written = {name: t for file in (tmp_path / "bf16").glob("*.safetensors") for name, t in load_file(file).items()}
+    for name, part in expected.items():
+        whole = quantised is None or part.ndim < 2
+        assert torch.equal(written[name], part if whole else part.bfloat16())
 
 
 def test_what_is_not_trained_and_is_there_in_part_is_named(tmp_path: Path) -> None:
