@@ -152,13 +152,14 @@ def _search(found: Findings, steps: Sequence[Workload]) -> None:
 
 
 def _starts(found: Findings, step: Workload, slots: int = 2) -> Iterator[Candidate]:
-    """With one step, all that is tried at first: as many layers on the device as have room there beside buffers, half
-    as many, embedding and head alone, or none."""
+    """With one step, all that is tried at first: as many layers on the device as have room there beside buffers, all
+    if these are almost all, half as many, embedding and head alone, or none."""
     for whole in ("blocks", "matrices") if step.quantised else ("blocks",):
         for activations in PLACES:
             kind: dict[str, Knob] = {"activations": activations, "whole": whole, "slots": slots}
-            most = _most_resident(found, step, kind)
-            for resident in dict.fromkeys((most, most // 2, 2, 0)):
+            most, layers = _most_resident(found, step, kind), len(found.model.layers)
+            without_slots = layers if most + slots >= layers else most  # none are needed where all layers are there
+            for resident in dict.fromkeys((without_slots, most, most // 2, 2, 0)):
                 yield _with_room_on_the_host(found, step, {**kind, "resident": resident})
 
 

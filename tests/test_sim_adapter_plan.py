@@ -58,6 +58,15 @@ def test_no_schedule_that_fits_is_faster(device: str, quantised: str | None) -> 
         assert not one.fits or one.period_ns >= found.prediction.period_ns * (1.0 - WORTH_A_STEP), knobs
 
 
+def test_slots_take_no_room_where_all_layers_are_on_the_device() -> None:
+    """Beside slots the last block has none, so that only smaller micro-batches had all layers there."""
+    changes = ["gpu.memory=180MB", "gpu.memory_bandwidth=300GB/s", "links.h2d.bandwidth=5GB/s"]
+    profile = hardware.override(hardware.load("h200"), changes)
+    model = replace(MODEL, num_hidden_layers=2)
+    found = plan_adapters(model, profile, rank=64, seq_len=16, tokens_per_step=256)
+    assert found.chosen.knobs["resident"] == 4 and found.chosen.workload.accumulation == 1
+
+
 def test_the_bound_by_hand() -> None:
     """Twice what the device cannot hold comes by the link; of a fast link what is computed counts."""
     step = Workload(micro_batch_size=4, seq_len=512, lora_rank=4)
