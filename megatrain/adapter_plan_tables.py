@@ -31,6 +31,8 @@ def record(found: AdapterPlan) -> dict[str, Any]:
             }
             for (activations, whole), tried in _kinds(found).items()
         ],
+        "candidates_not_measured": _not_measured(found),
+        "measure_with": found.measure_with,
         "planning_s": found.seconds,
         "finished": found.finished,
     }
@@ -68,6 +70,13 @@ def show(found: AdapterPlan) -> None:
     ]
     whole = ["made whole by"] if schedule.workload.quantised else []
     print_table("the best of each kind that was tried", ["activations", *whole, "step", "why not"], of_each)
+    if found.measure_with is not None:
+        why = f"{_not_measured(found)} of the candidates tried were left out, for the profile has no times for them"
+        print(f"{why}; to measure the first: {found.measure_with}")
+
+
+def _not_measured(found: AdapterPlan) -> int:
+    return sum(not tried.measured for tried in found.tried)
 
 
 def _told(tried: Tried) -> list[str]:

@@ -43,7 +43,8 @@ class AdapterPlan:
 
     `lower_bound_ns` holds for every exact schedule of any split of the step that was asked for: what must be computed,
     with nothing computed twice, or what must be loaded because the device has no room for it; `binding` says which. It
-    is 0 where a measured profile lacks a time for that. `finished` is False where the search was interrupted.
+    is 0 where a measured profile lacks a time for that. `measure_with` is the command that measures a step that was
+    left out because such a profile has no times for it. `finished` is False where the search was interrupted.
     """
 
     prediction: Prediction
@@ -51,6 +52,7 @@ class AdapterPlan:
     tried: tuple[Tried, ...]
     lower_bound_ns: float
     binding: str
+    measure_with: str | None
     seconds: float
     finished: bool
 
@@ -125,6 +127,7 @@ def plan_adapters(
         tried=tuple(found.tried.values()),
         lower_bound_ns=bound_ns,
         binding=binding,
+        measure_with=None if found.unmeasured is None else found.unmeasured.command,
         seconds=time.perf_counter() - begun,
         finished=finished,
     )
@@ -176,9 +179,10 @@ def _most_resident(found: Findings, step: Workload, kind: dict[str, Knob]) -> in
 
 
 def _candidate(step: Workload, knobs: dict[str, Knob]) -> Candidate:
-    """Knobs at their defaults are left out, and the rank and format, which the step says."""
+    """Knobs at their defaults are left out; the rank and format are the step's, so that who reads a plan has them."""
     usual = {name: knob.default for name, knob in policies.knobs(POLICY).items()}
-    changed = {name: value for name, value in knobs.items() if value != usual[name]}
+    wanted = {**knobs, "rank": step.lora_rank, "quantised": step.quantised}
+    changed = {name: value for name, value in wanted.items() if value != usual[name]}
     return Candidate(policy=POLICY, workload=step, knobs=tuple(sorted(changed.items())))
 
 

@@ -12,6 +12,7 @@ import pytest
 from command import ROOT, megatrain
 from timed_profile import timed
 
+from megatrain import adapter_plan_tables as tables
 from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.op import Tier
@@ -111,8 +112,21 @@ def test_a_measured_profile_that_lacks_an_op_says_which() -> None:
     asked: dict[str, Any] = {"rank": 4, "seq_len": 512, "micro_batch_size": 4}
     room = timed(MODEL, [step], "rtx4090", [POLICY])
     assert plan_adapters(MODEL, room, **asked).chosen.workload.recompute == "none"
-    with pytest.raises(MissingCost, match=r"made up has no measured time for .*lora8"):
+    with pytest.raises(MissingCost, match=r"made up has no measured time for .*lora8.* --policy 'lora_streamed rank=8"):
         plan_adapters(MODEL, room, **{**asked, "rank": 8})
+
+
+def test_a_plan_says_how_to_measure_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the rank that was asked for: a profile of another has no times for it."""
+    step = Workload(micro_batch_size=4, seq_len=512, lora_rank=4)
+    found = plan_adapters(MODEL, timed(MODEL, [step], "rtx4090", [POLICY]), **STEP)
+    left_out = sum(not tried.measured for tried in found.tried)
+    command = "--batch 4 --seq 512 --precision bf16 --recompute pointwise --policy 'lora_streamed rank=4 resident=6'"
+    assert left_out and found.measure_with == f"megatrain profile qwen2.5-0.5b {command} --out FILE"
+    tables.show(found)
+    assert f"{left_out} of the candidates tried were left out, for the profile has no" in capsys.readouterr().out
+    assert tables.record(found)["measure_with"] == found.measure_with
+    assert planned().measure_with is None
 
 
 def test_an_interrupted_search_has_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
