@@ -139,7 +139,10 @@ def _search(found: Findings, steps: Sequence[Workload]) -> None:
         before = found.cost_ns
         for step in of_split:
             found.share = OF_STARTS * steps.index(step) / len(steps)
-            found.evaluate(*_starts(found, step))
+            tried = found.evaluate(*_starts(found, step))
+            short = min((each.over for each in tried if each.lacking == Tier.DEVICE), default=0)
+            if 0 < short <= _block_bytes(found.model, step) and all(each.period_ns is None for each in tried):
+                found.evaluate(*_starts(found, step, slots=1))  # which take a block less
         gained = found.chosen is None or found.cost_ns < before * (1.0 - SAME)
         idle = 0 if gained else idle + 1
         if idle == PATIENCE:
@@ -174,7 +177,7 @@ def _most_resident(found: Findings, step: Workload, kind: dict[str, Knob]) -> in
     except policies.PolicyError:  # which judging it will tell
         return 0
     free = found.budget.device_bytes - peak_bytes(built, found.profile)[Tier.DEVICE]
-    block = max(frozen_bytes(model, i, step) for i in model.blocks)
+    block = _block_bytes(model, step)
     return min(2 + free // block, len(model.layers)) if free > 0 else 0  # the ends' buffers are there already
 
 
@@ -189,7 +192,7 @@ def _candidate(step: Workload, knobs: dict[str, Knob]) -> Candidate:
 def _with_room_on_the_host(found: Findings, step: Workload, knobs: dict[str, Knob]) -> Candidate:
     """A candidate with as many blocks on a drive as the host has no room for; without, where no drive has it either."""
     model, budget, on_drive = found.model, found.budget, 0
-    block = max(frozen_bytes(model, i, step) for i in model.blocks)
+    block = _block_bytes(model, step)
     without = candidate = _candidate(step, knobs)
     while on_drive < len(model.blocks) and budget.nvme_bytes:
         try:
@@ -226,6 +229,11 @@ def _neighbours(found: Findings, at: Tried) -> Iterator[list[Candidate]]:
     ]
     if knobs.get("activations", "recompute") == "recompute":
         yield [changed(every=every) for every in EVERY]
+
+
+def _block_bytes(model: ModelSpec, step: Workload) -> int:
+    """Bytes of the largest block's weights as they are kept, which are those of a slot."""
+    return max(frozen_bytes(model, i, step) for i in model.blocks)
 
 
 def frozen_bytes(model: ModelSpec, i: int, workload: Workload) -> int:

@@ -68,6 +68,17 @@ def test_slots_take_no_room_where_all_layers_are_on_the_device() -> None:
     assert found.chosen.knobs["resident"] == 4 and found.chosen.workload.accumulation == 1
 
 
+def test_a_step_that_lacks_less_than_a_slot_is_tried_with_one() -> None:
+    """A step in more micro-batches has room for two, and takes longer."""
+    tiny = replace(presets.load("tiny"), num_hidden_layers=2)
+    profile = hardware.override(
+        hardware.load("rtx4090"),
+        ["gpu.memory=184825bytes", "gpu.memory_bandwidth=50GB/s", "links.h2d.bandwidth=1GB/s"],
+    )
+    found = plan_adapters(tiny, profile, rank=1, seq_len=16, tokens_per_step=128)
+    assert found.chosen.knobs["slots"] == 1 and found.chosen.workload.accumulation == 4
+
+
 def test_the_bound_by_hand() -> None:
     """Twice what the device cannot hold comes by the link; of a fast link what is computed counts."""
     step = Workload(micro_batch_size=4, seq_len=512, lora_rank=4)
