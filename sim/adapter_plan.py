@@ -28,6 +28,7 @@ from sim.prediction import Prediction, memory_of, peak_bytes
 from sim.refine import SAME, WORTH_A_STEP
 from sim.search import NothingFits
 from sim.splits import all_ways, splits, that_can_be_written
+from sim.units import at_least
 
 POLICY = "lora_streamed"
 PLACES = ("recompute", "inputs", "host", "keep")  # of activations
@@ -116,7 +117,7 @@ def plan_adapters(
             raise found.too_long
         over, tier = found.shortest or (0, Tier.DEVICE)
         raise NothingFits(
-            f"nothing fits {profile.name}: the closest of {len(found.tried)} schedules lacks {over / 1e9:,.1f} GB of "
+            f"nothing fits {profile.name}: the closest of {len(found.tried)} schedules lacks {at_least(over, 'GB')} of "
             f"{tier} memory"
         )
     verify(found.best.schedule)

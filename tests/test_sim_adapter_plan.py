@@ -111,7 +111,7 @@ def test_what_the_host_has_no_room_for_lives_on_a_drive() -> None:
 
 def test_what_does_not_fit_anywhere_is_told() -> None:
     with pytest.raises(
-        NothingFits, match=r"nothing fits rtx4090: the closest of \d+ schedules lacks [\d.]+ GB of device"
+        NothingFits, match=r"nothing fits rtx4090: the closest of \d+ schedules lacks [\d.]+ MB of device"
     ):
         planned("gpu.memory=60MB")
     with pytest.raises(InputError, match="quantised 'int3' is unknown; known are nf4"):
