@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megatrain.plan_tables import searched
 from megatrain.tables import drive_rows, prediction_record, print_memory, setting
 from megatrain.terminal import print_table
 from schedules import policies
@@ -41,15 +42,11 @@ def record(found: AdapterPlan) -> dict[str, Any]:
 def show(found: AdapterPlan) -> None:
     """The plan for people."""
     prediction, schedule = found.prediction, found.schedule
-    simulated = sum(tried.period_ns is not None for tried in found.tried)
     changed = policies.changed(schedule)
     kept = "" if schedule.workload.quantised is None else f" beside {schedule.workload.quantised}"
     print(f"{setting(prediction)}; adapters of rank {schedule.workload.lora_rank}{kept}")
     print(f"{schedule.label}{' with ' if changed else ''}{', '.join(changed)}; digest {schedule.short_digest}")
-    print(
-        f"{len(found.tried)} candidates, {simulated} of them simulated, in {found.seconds:.1f} s"
-        f"{'' if found.finished else ', interrupted'}; all times predicted\n"
-    )
+    print(searched(found.tried, found.seconds, finished=found.finished))
     rows = [
         ["throughput", f"{rate(prediction.tokens_per_s)} tokens/s"],
         ["step", seconds(prediction.period_ns / 1e9)],

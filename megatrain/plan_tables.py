@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from typing import Any
@@ -201,17 +201,20 @@ def _order_record(proof: OrderProof) -> dict[str, Any]:
     }
 
 
+def searched(tried: Sequence[Tried], took_s: float, *, finished: bool) -> str:
+    """How far a search went, in a line."""
+    simulated = sum(one.period_ns is not None for one in tried)
+    cut = "" if finished else ", interrupted"
+    return f"{len(tried)} candidates, {simulated} of them simulated, in {took_s:.1f} s{cut}; all times predicted\n"
+
+
 def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: OrderProof | None) -> None:
     """The plan for people."""
     prediction, schedule = found.prediction, found.schedule
-    simulated = sum(tried.period_ns is not None for tried in found.tried)
     changed = policies.changed(schedule)
     print(setting(prediction))
     print(f"{schedule.label}{' with ' if changed else ''}{', '.join(changed)}; digest {schedule.short_digest}")
-    print(
-        f"{len(found.tried)} candidates, {simulated} of them simulated, in {found.seconds:.1f} s"
-        f"{'' if found.finished else ', interrupted'}; all times predicted\n"
-    )
+    print(searched(found.tried, found.seconds, finished=found.finished))
     rows = [
         ["throughput", f"{rate(prediction.tokens_per_s)} tokens/s"],
         [f"  5 % to 95 % at {spread.noise:.0%} noise an op", f"{rate(spread.p5)} to {rate(spread.p95)} tokens/s"],

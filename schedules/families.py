@@ -70,6 +70,7 @@ _DSA: dict[str, Any] = {  # what DeepSeek's sparse attention is in
     "routed_scaling_factor": 2.5,
     "index_topk": 2048,
 }
+_OF_DEEPSEEK = Experts(count="n_routed_experts", shared="n_shared_experts", wide_router=True)
 _INDEXER = ("self_attn.indexer.",)
 _OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_all_heads": True}
 FAMILIES: dict[str, Family] = {
@@ -253,7 +254,7 @@ FAMILIES: dict[str, Family] = {
         biases=("attention_bias",),
         out_bias=False,
         partly_rotated=True,
-        experts=Experts(count="n_routed_experts", shared="n_shared_experts", wide_router=True),
+        experts=_OF_DEEPSEEK,
         predicts_more="as a block",
     ),
     "Glm4MoeLiteForCausalLM": Family(
@@ -276,7 +277,7 @@ FAMILIES: dict[str, Family] = {
         },
         fixed={"sigmoid_router": True},
         kv_for_each=True,
-        experts=Experts(count="n_routed_experts", shared="n_shared_experts", wide_router=True),
+        experts=_OF_DEEPSEEK,
         predicts_more="as a block",
     ),
     "DeepseekV2ForCausalLM": Family(
@@ -296,7 +297,7 @@ FAMILIES: dict[str, Family] = {
         },
         fixed={"norm_topk_prob": False},
         kv_for_each=True,
-        experts=Experts(count="n_routed_experts", shared="n_shared_experts", wide_router=True),
+        experts=_OF_DEEPSEEK,
     ),
     "DeepseekV3ForCausalLM": Family(
         model_type="deepseek_v3",
@@ -319,7 +320,7 @@ FAMILIES: dict[str, Family] = {
         },
         fixed={"sigmoid_router": True},
         kv_for_each=True,
-        experts=Experts(count="n_routed_experts", shared="n_shared_experts", wide_router=True),
+        experts=_OF_DEEPSEEK,
         predicts_more="as a block",
     ),
     "DeepseekV32ForCausalLM": Family(
@@ -336,7 +337,7 @@ FAMILIES: dict[str, Family] = {
         fixed={"sigmoid_router": True},
         kv_for_each=True,
         untrained=_INDEXER,
-        experts=Experts(count="n_routed_experts", shared="n_shared_experts", wide_router=True),
+        experts=_OF_DEEPSEEK,
         predicts_more="as a block",
     ),
     "GlmMoeDsaForCausalLM": Family(
@@ -352,7 +353,7 @@ FAMILIES: dict[str, Family] = {
         fixed={"sigmoid_router": True},
         kv_for_each=True,
         untrained=_INDEXER,
-        experts=Experts(count="n_routed_experts", shared="n_shared_experts", wide_router=True),
+        experts=_OF_DEEPSEEK,
         predicts_more="as a block",
     ),
     "GraniteForCausalLM": Family(
@@ -621,7 +622,7 @@ FAMILIES: dict[str, Family] = {
         biases=("attention_bias",),
         kv_for_each=True,
         windows="some",
-        experts=Experts(count="n_routed_experts", shared="n_shared_experts", wide_router=True),
+        experts=_OF_DEEPSEEK,
     ),
     "NemotronHForCausalLM": Family(
         model_type="nemotron_h",
@@ -714,7 +715,7 @@ FAMILIES: dict[str, Family] = {
         fixed={"sigmoid_router": True},
         biases=("attention_bias",),
         out_bias=False,
-        experts=Experts(count="n_routed_experts", shared="n_shared_experts", wide_router=True),
+        experts=_OF_DEEPSEEK,
     ),
 }
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
+    from sim.prediction import Prediction
+
 PATIENCE_S = 2.0  # of work that tells its stages only if it takes longer
 BAR = 12  # columns
 WINDOW_S = 3600.0  # the time left follows from the pace of the last hour: a step may take minutes
@@ -39,6 +41,19 @@ def progress_bar(*, left: bool = True) -> Iterator[Progress]:
     finally:
         if progress.live.is_started:
             progress.stop()
+
+
+def planning(progress: Progress) -> Callable[[Prediction | None, float, str], None]:
+    """A bar for a search: to be told the best so far, what fraction of the search is done, and how far it is."""
+    from sim.units import rate
+
+    task = progress.add_task("planning", total=1.0, note="")
+
+    def told(best: Prediction | None, share: float, note: str) -> None:
+        found = f"best {rate(best.tokens_per_s)} tokens/s" if best else "nothing fits yet"
+        progress.update(task, completed=share, note=f"{found}; {note}")
+
+    return told
 
 
 def part_of(progress: Progress, name: str) -> Callable[[float, str], None]:

@@ -47,6 +47,12 @@ Recompute = Annotated[
     str,
     typer.Option("--recompute", help=f"What blocks recompute in backward, keeping the rest: {', '.join(RECOMPUTED)}."),
 ]
+BestBatch = Annotated[
+    int | None, typer.Option("--batch", "-b", min=1, help="Sequences per micro-batch; the best if left out.")
+]
+BestAccumulation = Annotated[
+    int | None, typer.Option("--accumulation", "-a", min=1, help="Micro-batches per step; the best if left out.")
+]
 Matmul = Annotated[
     str | None, typer.Option("--matmul", help="fp8: blocks multiply in 8 bits, which needs a GPU that does.")
 ]

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatrain.cli.bars import progress_bar
+from megatrain.cli.bars import planning, progress_bar
 from megatrain.cli.options import (
+    BestAccumulation,
+    BestBatch,
     Clip,
     Hardware,
     Json,
@@ -32,7 +34,6 @@ from megatrain.cli.options import (
 
 if TYPE_CHECKING:
     from sim.order_proof import OrderProof
-    from sim.prediction import Prediction
 
 
 def plan(
@@ -40,12 +41,8 @@ def plan(
     hardware: Hardware = "h200",
     tokens: Tokens = 65536,
     seq: Seq = 4096,
-    batch: Annotated[
-        int | None, typer.Option("--batch", "-b", min=1, help="Sequences per micro-batch; the best if left out.")
-    ] = None,
-    accumulation: Annotated[
-        int | None, typer.Option("--accumulation", "-a", min=1, help="Micro-batches per step; the best if left out.")
-    ] = None,
+    batch: BestBatch = None,
+    accumulation: BestAccumulation = None,
     precision: Precision = "bf16",
     optimizer: Optimizer = "adamw",
     matmul: Matmul = None,
@@ -82,7 +79,6 @@ def plan(
     from sim import order_proof, whatif
     from sim.plan import plan as search
     from sim.search import NothingFits
-    from sim.units import rate
 
     # what is lacking for the answer is told before the search, which may take long
     require_outputs(files=[out])
@@ -94,12 +90,7 @@ def plan(
     fixed = batch is not None and accumulation is not None
     try:
         with progress_bar() as bar:
-            task = bar.add_task("planning", total=1.0, note="")
-
-            def progress(best: Prediction | None, share: float, note: str) -> None:
-                found = f"best {rate(best.tokens_per_s)} tokens/s" if best else "nothing fits yet"
-                bar.update(task, completed=share, note=f"{found}; {note}")
-
+            progress = planning(bar)
             found = search(
                 spec,
                 profile,
@@ -115,7 +106,7 @@ def plan(
                 first=begun_with,
                 workers=usable_cores(),
             )
-            bar.update(task, completed=1.0)
+            progress(found.prediction, 1.0, f"{len(found.tried)} tried")
             not_kept: InputError | None = None
             if out is not None:  # first: whoever waits for more, or reads what is printed (`head`), may end before it
                 try:

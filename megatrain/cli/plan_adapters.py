@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from megatrain.cli.bars import progress_bar
+from megatrain.cli.bars import planning, progress_bar
 from megatrain.cli.options import (
+    BestAccumulation,
+    BestBatch,
     Clip,
     Hardware,
     Json,
@@ -25,21 +27,14 @@ from megatrain.cli.options import (
     require_outputs,
 )
 
-if TYPE_CHECKING:
-    from sim.prediction import Prediction
-
 
 def plan_adapters(
     model: Model,
     hardware: Hardware = "h200",
     tokens: Tokens = 65536,
     seq: Seq = 2048,
-    batch: Annotated[
-        int | None, typer.Option("--batch", "-b", min=1, help="Sequences per micro-batch; the best if left out.")
-    ] = None,
-    accumulation: Annotated[
-        int | None, typer.Option("--accumulation", "-a", min=1, help="Micro-batches per step; the best if left out.")
-    ] = None,
+    batch: BestBatch = None,
+    accumulation: BestAccumulation = None,
     rank: Annotated[int, typer.Option(min=1, help="Of the adapters.")] = 16,
     quantised: Annotated[str | None, typer.Option(help="nf4: the frozen weights are kept in 4 bits.")] = None,
     precision: Precision = "bf16",
@@ -59,7 +54,6 @@ def plan_adapters(
     from schedules import codec, presets
     from sim.adapter_plan import plan_adapters as search
     from sim.search import NothingFits
-    from sim.units import rate
 
     require_outputs(files=[out])
     profile, spec = machine_of(hardware, change), presets.load(model)
@@ -67,12 +61,7 @@ def plan_adapters(
     fixed = batch is not None and accumulation is not None
     try:
         with progress_bar() as bar:
-            task = bar.add_task("planning", total=1.0, note="")
-
-            def progress(best: Prediction | None, share: float, note: str) -> None:
-                found = f"best {rate(best.tokens_per_s)} tokens/s" if best else "nothing fits yet"
-                bar.update(task, completed=share, note=f"{found}; {note}")
-
+            progress = planning(bar)
             found = search(
                 spec,
                 profile,
@@ -87,7 +76,7 @@ def plan_adapters(
                 progress=progress,
                 workers=usable_cores(),
             )
-            bar.update(task, completed=1.0)
+            progress(found.prediction, 1.0, f"{len(found.tried)} tried")
             if out is not None:
                 codec.save(found.schedule, out)
     except NothingFits as error:
