@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatrain import adam, autograd, muon, nf4
+from megatrain import autograd, nf4, update
 from megatrain.adam import Adam
 from megatrain.backend import Work
+from megatrain.carried import Carried
 from megatrain.documents import Documents
 from megatrain.float_types import float_type
 from megatrain.lifetime import released
@@ -25,7 +26,6 @@ from megatrain.template import Templates, sinks, views
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.op import Access, Kind, Op, Phase, Tier
-from schedules.optimizer import matrices
 from schedules.schedule import Schedule
 from schedules.tensor import parse
 
@@ -63,6 +63,7 @@ class Actions:
     templates: Templates
     device: torch.device
     hyper: Callable[[int], Adam]
+    carried: Carried
     on_gradient: OnGradient | None = None
     batches: dict[int, Batch] = field(default_factory=dict)  # by step
     losses: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # step -> micro-batch -> its part of the mean
@@ -140,12 +141,7 @@ class Actions:
             return lambda device: None
         squares = self.read(op, tensors.NORM)
 
-        def factor(device: torch.device) -> Tensor:
-            # the arithmetic of torch.nn.utils.clip_grad_norm_, where it is needed: no thread waits for one number
-            norm = squares.to(device, non_blocking=True).sqrt()
-            return (limit / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
-
-        return factor
+        return lambda device: update.clipping(squares.to(device, non_blocking=True), limit)
 
 
 # ---- finding accesses
@@ -389,40 +385,23 @@ def _adam(a: Actions, op: Op) -> Work:
     source, of = _one(op.reads, *tensors.GRADIENTS), a.span(op)
     grad = a.store.tensor(source) if parse(source.tensor).part else a.store.tensor(source)[of]
     weights, state = a.written(op, trained.cls(a.schedule.workload)), a.written(op, tensors.STATE)
-    decay, clipping = adam.within(adam.decayed(a.trained_shapes(i)), of), a.clipping(op)
-    precision, in_matrices = a.schedule.workload.precision, matrices(a.schedule.model, a.schedule.workload, i)
+    clipping, apply = a.clipping(op), update.update(a.schedule, i, of)
+    weights = weights[of]
 
     def run(step: int) -> None:
         factor = clipping(grad.device)
         if a.on_gradient is not None:
             a.on_gradient(step, i, of, grad.clone() if factor is None else grad * factor)
-        if in_matrices:
-            muon.step(
-                weights,
-                grad,
-                state,
-                a.hyper(step),
-                step + 1,
-                matrices=in_matrices,
-                precision=precision,
-                grad_scale=factor,
-                layer=i,
-            )
-            return
-        adam.step(
-            weights[of],
-            grad,
-            state,
-            a.hyper(step),
-            step + 1,
-            precision=precision,
-            grad_scale=factor,
-            decay=decay,
-            layer=i,
-            start=of.start,
-        )
+        apply(weights, grad, state, a.hyper(step), step, factor)
 
-    return run
+    if op not in a.carried:
+        return run
+
+    def run_of_step_before(step: int) -> None:
+        if step > a.carried.applied:
+            run(step - 1)
+
+    return run_of_step_before
 
 
 def _sync(a: Actions, op: Op) -> Work:

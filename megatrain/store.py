@@ -120,8 +120,13 @@ class Store:
         if name.cls in tensors.MICROBATCH_CLASSES:
             hidden = held.view(float_type(precision.activation))
             return hidden.view(workload.micro_batch_size, workload.seq_len, model.hidden_size)
-        itemsize = {tensors.GRAD32: 4, tensors.GRAD: precision.grad}.get(name.cls, precision.weight)
-        return held.view(float_type(itemsize))
+        return held.view(self._dtype(access))
+
+    def _dtype(self, access: Access) -> torch.dtype:
+        """The element type of weights, adapters or gradients."""
+        precision = self._schedule.workload.bytes
+        itemsize = {tensors.GRAD32: 4, tensors.GRAD: precision.grad}.get(parse(access.tensor).cls, precision.weight)
+        return float_type(itemsize)
 
     def on_drive(self, access: Access) -> DriveSlab | None:
         """The slab that a buffer on NVMe is; None of buffers in memory."""
@@ -210,7 +215,7 @@ class Store:
                 if cls == tensors.WEIGHT and is_quantised(model, i, workload):
                     self._quantise(verified, i, kept(i)[0] if in_checkpoints and kept is not None else values(i))
                 elif in_checkpoints and kept is not None:
-                    self._go_on(verified, i, *kept(i))
+                    self.put(verified, i, *kept(i))
                 elif in_checkpoints and i in updated:
                     self._begin(verified, i, values(i))
                 else:
@@ -251,8 +256,8 @@ class Store:
             return self.tensor(first), others
         return torch.empty(self._bytes(first), dtype=torch.uint8), places
 
-    def _go_on(self, verified: Verified, i: int, weights: Tensor, state: Tensor) -> None:
-        """Put what was trained of layer i, and its whole optimizer state, where the first step expects them."""
+    def put(self, verified: Verified, i: int, weights: Tensor, state: Tensor) -> None:
+        """Put what is trained of layer i, and its optimizer state, as `kept` gives them, where a step expects them."""
         self._fill(homes(verified, trained.cls(self._schedule.workload), i), weights)
         for of, places in states(verified, i):
             if (nbytes := self._bytes(places[0])) == len(state):
@@ -279,7 +284,7 @@ class Store:
         """
         workload, params = self._schedule.workload, trained.params(self._schedule.model, self._schedule.workload, i)
         weights = self.weights(verified, i)
-        found = [(of, self._on_cpu(home)) for of, (home, *_) in states(verified, i)]
+        found = [(of, self.on_cpu(home)) for of, (home, *_) in states(verified, i)]
         if len(found) == 1:
             return weights, found[0][1]
         state = torch.empty(state_bytes(self._schedule.model, workload, i, params), dtype=torch.uint8)
@@ -290,17 +295,19 @@ class Store:
 
     def weights(self, verified: Verified, i: int) -> Tensor:
         """As `kept`, without the optimizer state."""
-        return self._on_cpu(homes(verified, trained.cls(self._schedule.workload), i)[0])
+        return self.on_cpu(homes(verified, trained.cls(self._schedule.workload), i)[0])
 
-    def _on_cpu(self, home: Access) -> Tensor:
-        """What a home holds, on the CPU: the home's own memory if it is the host's, or else a copy."""
+    def on_cpu(self, home: Access) -> Tensor:
+        """What a home holds, on the CPU: the home's own memory if it is the host's, or else a copy.
+
+        Of weights, optimizer state and gradients. Only between steps.
+        """
         slab = self.on_drive(home)
         if slab is None:
             return self.tensor(home).cpu()
         contents = torch.empty(self._bytes(home), dtype=torch.uint8)
         slab.read(contents)
-        weight = self._schedule.workload.bytes.weight
-        return contents if parse(home.tensor).cls == tensors.STATE else contents.view(float_type(weight))
+        return contents if parse(home.tensor).cls == tensors.STATE else contents.view(self._dtype(home))
 
     def master(self, verified: Verified, i: int) -> Tensor:
         """What is trained of layer i, at its most exact: a new tensor, fp32, flat. Only between steps."""

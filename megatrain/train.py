@@ -19,6 +19,7 @@ from megatrain import checkpoint
 from megatrain.actions import Actions, Batch, OnGradient
 from megatrain.adam import Adam
 from megatrain.backend import Backend, E, Work
+from megatrain.carried import Carried
 from megatrain.checkpoint import Checkpoint
 from megatrain.data import TokenSource, inputs_and_targets, shares, whole_steps
 from megatrain.documents import documents_of
@@ -142,12 +143,15 @@ class Trainer(Generic[E]):
             self._frozen = {model.layer_name(i): found for i, found in checksums.items()}
             if resume is not None:
                 checkpoint.require_frozen(resume, self._frozen)
+            by_step = hyper if callable(hyper) else lambda step: hyper
+            self._carried = Carried(verified, self._store, by_step, on_gradient)
             self._actions = Actions(
                 schedule=schedule,
                 store=self._store,
                 templates=layers,
                 device=backend.device,
-                hyper=hyper if callable(hyper) else lambda step: hyper,
+                hyper=by_step,
+                carried=self._carried,
                 on_gradient=on_gradient,
             )
             delays = random.Random(debug.seed)
@@ -160,7 +164,7 @@ class Trainer(Generic[E]):
             )
             self._evaluation: tuple[Executor[E], Actions] | None = None  # made when it is first asked for
             # how many steps have been trained; whatever is evaluated reads the same text
-            self.step = resume.step if resume is not None and workload.task == "train" else 0
+            self.step = self._carried.applied = resume.step if resume is not None and workload.task == "train" else 0
             self.learned: dict[int, int] = {}  # step -> of how many tokens its loss is the mean
             opened.pop_all()
 
@@ -234,6 +238,7 @@ class Trainer(Generic[E]):
             Refused: see `schedules.evaluation`.
         """
         verified = None if self._evaluation else evaluation(self._verified)
+        self._carried.apply(self.step)
         try:
             return self._evaluate(verified, data, on_stage, stop)
         except BaseException:
@@ -285,6 +290,7 @@ class Trainer(Generic[E]):
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint, see `megatrain.checkpoint.save`. Raises NotSaved, Diverged."""
+        self._carried.apply(self.step)
         settings = self._settings(self.step - 1)
         schedule = self._verified.schedule
         return checkpoint.save(folder, schedule, self.step, self.kept, self._frozen, self._began, settings)
@@ -294,14 +300,17 @@ class Trainer(Generic[E]):
 
         Not to be written to, and good until the next step.
         """
+        self._carried.apply(self.step)
         return self._store.kept(self._verified, i)
 
     def weights(self, i: int) -> Tensor:
         """Of `kept` what is trained, alone."""
+        self._carried.apply(self.step)
         return self._store.weights(self._verified, i)
 
     def parameters(self, i: int) -> Tensor:
         """What is trained of layer i, parameters or adapters, as it is now, at its most exact: new fp32, flat."""
+        self._carried.apply(self.step)
         return self._store.master(self._verified, i)
 
 

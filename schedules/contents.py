@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from schedules import tensor as tensors
 from schedules import trained
+from schedules.carried import carried
 from schedules.gradient_coverage import Coverage, put_together
 from schedules.op import Access, Op, Phase
 from schedules.phases import COMPUTE, needed
@@ -56,11 +57,14 @@ class Contents:
                 if parse(access.tensor).cls == tensors.SAVED:
                     self._may_hold.setdefault(access.tensor, set()).add(access.buffer)
         self._step = 0
+        # layer updated with the gradient of the step before -> the place of the op that makes its next
+        self._next_gradient = carried(schedule.model, schedule.ops)
         # layer -> the most steps by which weights that it was computed with were behind the newest
         self.behind = dict.fromkeys(self._coverage.layers, 0)
         # (step, weights, micro-batch) -> the version that its forward read
         self._forward_version: dict[tuple[int, str, int], int] = {}
         self.initial: dict[str, str] = {}  # buffer -> the tensor it must hold before the first step
+        self.carried: dict[str, str] = {}  # buffer -> the gradient or norm in it that a step leaves to the next
 
     def check(self) -> Iterator[Violation]:
         """Violations in program order; of one op and kind only the first, since later steps repeat it.
@@ -108,7 +112,8 @@ class Contents:
         return frozenset(buffer for buffer, tensor in self.initial.items() if age(buffer) == latest[tensor])
 
     def _one_step(self) -> Iterator[Violation]:
-        for op in self._schedule.ops:
+        for place, op in enumerate(self._schedule.ops):
+            self._before = self._is_of_step_before(place, op)
             found: dict[Access, Content] = {}
             for access in op.reads:
                 yield from self._read(op, access, found)
@@ -120,9 +125,8 @@ class Contents:
     def _read(self, op: Op, access: Access, found: dict[Access, Content]) -> Iterator[Violation]:
         """Check one read, and note in `found` what it finds, or else what it should have: so one fault is told once."""
         held = self._held.get(access.buffer)
-        if held is None and self._step == 0 and self._is_kept(access.tensor):
-            held = self._held[access.buffer] = Content(access.tensor, 0, writer="the state before the first step")
-            self.initial[access.buffer] = access.tensor
+        if held is None and self._step == 0 and (held := self._initially(access)) is not None:
+            self._held[access.buffer] = held
         if held is not None and held.tensor == access.tensor:
             found[access] = held
             if (problem := self._age(op, access.buffer, held)) is not None:
@@ -144,6 +148,28 @@ class Contents:
             f"write {access.tensor} into {access.buffer} before {op.name}, or read it where it is",
         )
 
+    def _initially(self, access: Access) -> Content | None:
+        """What a buffer holds before the first step, if it must: what is kept between steps, or carried over."""
+        cls, layer = parse(access.tensor).cls, parse(access.tensor).layer
+        if self._is_kept(access.tensor):
+            self.initial[access.buffer] = access.tensor
+            due = layer in self._next_gradient and cls in (self._trained_cls, tensors.STATE)
+            return Content(access.tensor, -due, writer="the state before the first step")
+        if self._before and (cls in tensors.GRADIENTS or (cls == tensors.NORM and not self._coverage.no_norm)):
+            self.carried[access.buffer] = access.tensor
+            return self._expected(access.tensor)
+        return None
+
+    def _is_of_step_before(self, place: int, op: Op) -> bool:
+        """Whether the gradients that an op reads, or the norm, are those of the step before."""
+        layers = {parse(access.tensor).layer for access in op.reads if parse(access.tensor).cls in tensors.GRADIENTS}
+        return any(place < self._next_gradient.get(layer, -1) for layer in layers)
+
+    @property
+    def _due(self) -> int:
+        """The step whose gradients, or norm, the op that is looked at has to read."""
+        return self._step - 1 if self._before else self._step
+
     def _is_kept(self, tensor: str) -> bool:
         """Whether a tensor is carried from one step to the next. Weights that are made of quantised ones are not."""
         name = parse(tensor)
@@ -160,7 +186,10 @@ class Contents:
             return f"it is quantised, and kept as {packed} until a cast makes it whole"
         for later in self._schedule.ops[self._schedule.index[op.name] :]:
             if access in later.writes:
-                lasting = "only weights, adapters and optimizer state are kept from one step to the next"
+                lasting = (
+                    "only weights, adapters, optimizer state and the gradients of updates that a step begins with are "
+                    "kept from one step to the next"
+                )
                 return f"{later.name} writes it later in the step, and {lasting}"
         return f"no op wrote it before {op.name}"
 
@@ -193,31 +222,33 @@ class Contents:
         if cls in tensors.PARAMETERS and parse(held.tensor).layer in self._coverage.miscounted:
             return None
         stale = self._schedule.staleness if cls in tensors.PARAMETERS else 0
-        oldest = self._step - stale
+        newest = self._step if cls in tensors.PARAMETERS else self._due
         if cls in tensors.PARAMETERS:
             layer = parse(held.tensor).layer
             self.behind[layer] = max(self.behind[layer], self._step - held.version)
-        if oldest <= held.version <= self._step:
+        if newest - stale <= held.version <= newest:
             return None
-        if held.version > self._step:
-            due = f"version {self._step} is the newest that is due (counted in updates)"
+        if held.version > newest and cls in tensors.PARAMETERS:
+            due = f"version {newest} is the newest that is due (counted in updates)"
             fix = (
                 f"update layer {parse(held.tensor).layer} after {op.name}: a step computes with weights from before "
                 "its own updates"
             )
         else:
             counted = f"updates; declared staleness {stale}" if cls in tensors.PARAMETERS else "steps"
-            due = f"version {self._step} is due (counted in {counted})"
+            due = f"version {newest} is due (counted in {counted})"
             fix = f"bring {held.tensor} up to date between {held.writer} and {op.name}"
             fix += ", or declare the staleness" if cls in tensors.PARAMETERS else ""
         said = f"{what} in version {held.version} where {due}; {held.writer} wrote it"
+        if cls in tensors.PARAMETERS and parse(held.tensor).layer in self._next_gradient and held.version < newest:
+            said = f"{what} without the gradient of the step before, due first; {held.writer} wrote it"
         return _stale_read(op, buffer, held.writer, said, fix)
 
     def _expected(self, tensor: str) -> Content:
         name = parse(tensor)
         passes = self._coverage.passes(name.layer) if name.cls in tensors.GRADIENTS else ()
         layers = self._coverage.layers if name.cls == tensors.NORM else ()
-        return Content(tensor, self._step, passes, layers=layers)
+        return Content(tensor, self._due, passes, layers=layers)
 
     # ---- writing
 
@@ -297,7 +328,7 @@ class Contents:
         terms = list(found.values())
         yield from self._coverage.clipped_alike(op, target, terms)
         passes = tuple(sorted(one for term in terms for one in term.passes))
-        self._write(op, target, Content(target.tensor, self._step, passes, any(term.scaled for term in terms)))
+        self._write(op, target, Content(target.tensor, self._due, passes, any(term.scaled for term in terms)))
 
     def _norm(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         (target,) = op.writes
@@ -310,7 +341,7 @@ class Contents:
             layers.append(name.layer if name.part is None else f"{name.layer}.{name.part}")
             yield from self._coverage.whole_gradient(op, access, content)
             yield from self._coverage.not_clipped(op, access, content)
-        self._write(op, target, Content(tensors.NORM, self._step, layers=put_together(layers)))
+        self._write(op, target, Content(tensors.NORM, self._due, layers=put_together(layers)))
 
     def _scale(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         (target,) = op.writes
@@ -341,7 +372,8 @@ class Contents:
         updated = found[weights].updated_in(part)
         yield from self._coverage.updates_once(op, weights, part, found[weights], updated)
         yield from self._coverage.whole_gradient(op, gradient, found[gradient])
-        yield from self._coverage.clips_once(op, gradient, found)
+        if found[gradient].version >= 0:  # whether one from before the first step is clipped, nothing tells
+            yield from self._coverage.clips_once(op, gradient, found)
         for access in (weights, state):
             yield from self._up_to_date(op, access, found[access])
         self._write(op, weights, updated)
@@ -349,14 +381,14 @@ class Contents:
 
     def _up_to_date(self, op: Op, access: Access, content: Content) -> Iterator[Violation]:
         """What is updated must have had every update so far: otherwise copies could take turns, each having some."""
-        if content.version != self._step and parse(access.tensor).layer not in self._coverage.miscounted:
+        if content.version != self._due and parse(access.tensor).layer not in self._coverage.miscounted:
             yield Violation(
                 rule="stale read",
                 op=op.name,
                 on=content.writer,
                 buffer=access.buffer,
                 message=f"{op.name} updates {describe(access.tensor)} in version {content.version} where version "
-                f"{self._step} is due (counted in updates); {content.writer} wrote it",
+                f"{self._due} is due (counted in updates); {content.writer} wrote it",
                 fix="update the copy that the last update wrote; where that is another, copy it back after that update",
             )
 

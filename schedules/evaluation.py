@@ -25,6 +25,8 @@ def evaluation(training: Verified) -> Verified:
     amounts = Amounts(schedule.model, workload)
     wanted, found = set[Access](), list[Op]()
     for op in reversed(schedule.ops):
+        if op.phase == Phase.ADAM:  # between steps every gradient has been applied
+            continue
         written = tuple(access for access in op.writes if access in wanted)
         if not written and op.phase != Phase.LOSS:
             continue

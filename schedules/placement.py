@@ -51,39 +51,37 @@ class Places:
         others = [i for i in model.blocks if i not in self.resident]
         oftener = [i for i in others if self.landings[i] > groups]  # loaded again for every micro-batch
         # Muon's updates are for the device, wherever the state comes from
-        passing = 0 if clip else len(others) if workload.multiplies_to_update else through
+        passing = len(others) if workload.multiplies_to_update else through
         # of held blocks whose states pass, one is the first: the next forward begins with it while the CPU still
         # updates others, and its state passes when links are idle; two with several micro-batches, since one that is
         # updated gradually need not wait until its neighbour's state has left
-        most = 0 if oftener else 2 if workload.accumulation > 1 else 1
+        most = 0 if oftener or clip else 2 if workload.accumulation > 1 else 1
         leading = others[: min(most, hold, passing)]
         held = spread(oftener, hold) | {*leading}
         held |= spread([i for i in others if i not in held], hold - len(held))
         self.held = sorted(held)
         self.streamed = [i for i in others if i not in held]
 
-        # blocks updated on the device while their weights and gradient are still there: parts of their states are
-        # there for good, or the whole state passes through
-        whole = [] if clip else [i for i in self.streamed if self.landings[i] == 1]
+        # blocks updated on the device while their weights and gradient are there: parts of their states are there for
+        # good, or the whole state passes through
+        whole = [i for i in self.streamed if self.landings[i] == 1]
         partly = spread(whole, -(-stay // parts))
         self.staying = set([(i, part) for i in sorted(partly) for part in self.parts][:stay])
         self.settled = {*leading} | spread([i for i in self.held if i not in leading], passing - len(leading))
         self.through = self.settled | spread([i for i in whole if i not in partly], passing - len(self.settled))
         self.on_device = self.through | partly
+        # with clipping these updates must wait for the norm of all gradients, until just before their next forward
+        self.carried = self.on_device if clip else set[int]()
         if workload.multiplies_to_update and len(self.on_device) < len(others):
-            blocks = (
-                "with clipping all of them must be resident"
-                if clip
-                else "those that are neither resident nor held take no singly or order=microbatches"
-            )
             raise ProgramError(
                 f"{workload.optimizer} updates blocks on the device while their weights and whole gradient are there: "
-                + blocks
+                "those that are neither resident nor held take no singly or order=microbatches"
             )
         self._choose_pace(model, workload)
 
         # updated after everything has landed, first layer first (its gradient lands before the embedding's)
-        self.late = set(model.layers) if clip else spread([i for i in self.streamed if i not in self.on_device], defer)
+        by_cpu = [i for i in self.streamed if i not in self.on_device]
+        self.late = set(model.layers) - self.carried if clip else spread(by_cpu, defer)
         landing, first = [model.head, *reversed(model.blocks), model.embed], self.streamed[:1]
         self.updates = [i for i in landing if i not in self.late]
         self.updates += sorted(self.late, key=lambda i: (i not in first, i))
@@ -104,16 +102,18 @@ class Places:
     def _choose_pace(self, model: ModelSpec, workload: Workload) -> None:
         """How many parts of blocks' states are applied on the device at once, and through how many buffers they pass.
 
-        Blocks are updated right after their backward. Those of whose states some pass, and that run all micro-batches
-        at a visit, are updated gradually where that spares memory: a few parts before each of the next block's. Few
-        buffers then do for the state, and weights in slots, which stay so much longer, have a slot more.
+        Blocks are updated right after their backward, or right before their forward. Those of whose states some pass,
+        and that run all micro-batches at a visit, are updated gradually where that spares memory: a few parts before
+        each micro-batch of the next block, or of the block before. Few buffers then do for the state, and weights in
+        slots, which stay so much longer after their backward, have a slot more.
         """
         parts, block = len(self.parts), model.layer_name(model.largest_block)
         at_once = -(-parts // self.turns(model.blocks[0]))
         spared = (parts - 2 * at_once) * tensor_bytes(named(STATE, block), model, workload) // parts
-        costs = tensor_bytes(named("w", block), model, workload) if self.through > self.settled else 0
+        stays = self.through > self.settled and not self.carried
+        costs = tensor_bytes(named("w", block), model, workload) if stays else 0
         gradual = spared > 0 and spared >= costs
-        some = self.on_device if costs else self.settled
+        some = self.on_device if costs or self.carried else self.settled
         passing_at_last = {i for i in some if (i, self.parts[-1]) not in self.staying}
         self.gradually = {i for i in passing_at_last if self.landings[i] == 1 and gradual}
         self.more_slots = 1 if gradual and costs else 0

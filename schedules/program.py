@@ -377,6 +377,7 @@ class Program(Buffers):
         scaled: bool = False,
         stream: Stream = Stream.CPU,
         part: Part | None = None,
+        carried: bool = False,
     ) -> None:
         """The optimizer's step on layer i, or on its adapters, in the buffers named, or at home.
 
@@ -385,6 +386,9 @@ class Program(Buffers):
 
         A state that is in parts is updated part by part, in any order. Each of these updates changes the same `part` of
         the weights, and reads the whole gradient or that part of it.
+
+        With `carried` the gradient is that of the step before, which must be where this reads it: written there later
+        in the program, or copied there from where it is written. It comes before the layer's forward.
         """
         i = index(i, "update")
         if stream != Stream.COMPUTE and matrices(self.model, self.workload, i):
@@ -392,7 +396,7 @@ class Program(Buffers):
             cure = "take another policy or optimizer, or write update(..., stream=Stream.COMPUTE)"
             raise ProgramError(f"update({self.model.layer_name(i)}) is queued on {stream}: {by}; {cure}")
         grad = held(grad or self.at_home(self.grad(i)), "update(grad=...)")
-        if grad not in self._accesses:
+        if grad not in self._accesses and not carried:
             missing = "backward" if self._tiers.get(grad[0]) == Tier.DEVICE else f'offload("{grad[1]}", out_of=...)'
             raise ProgramError(
                 f"update({self.model.layer_name(i)}) reads {describe(grad[1])} from {grad[0]}, where nothing has put "

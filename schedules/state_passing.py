@@ -18,33 +18,44 @@ class Passing:
     """The parts of blocks' states that come to the device for an update there and go back.
 
     `turns` are the blocks in the order in which they run, each as often as it runs micro-batches. The last of a block's
-    is in its backward, after which its state is needed, `places.at_once` parts at a time. It comes during the turns
-    before, few parts at each: the weights of other blocks come by the same link, and would be late behind it.
+    is in its backward, after which its state is needed, or before the first, in its forward; `places.at_once` parts at
+    a time. It comes during the turns before, few parts at each: the weights of other blocks come by the same link, and
+    would be late behind it.
     """
 
     def __init__(self, p: Program, places: Places, staging: Staging, turns: Sequence[int]) -> None:
         self._program, self._places, self._staging = p, places, staging
         self._slots = places.state_slots
         self._ring = p.slots("state", self._slots)
-        self._turn, self._turns, self._there = -1, len(turns), dict[State, str]()
-        last = {i: at for at, i in enumerate(turns)}
-        blocks = sorted(places.on_device, key=last.__getitem__)
+        self.now, self._turns, self._there = -1, len(turns), dict[State, str]()
+        last, first = ({i: at for at, i in some} for some in (enumerate(turns), reversed([*enumerate(turns)])))
+        self.updated = {i: first[i] if i in places.carried else last[i] for i in places.on_device}  # block -> turn
+        blocks = sorted(places.on_device, key=self.updated.__getitem__)
         coming = [(i, n) for i in blocks for n, part in enumerate(places.parts) if (i, part) not in places.staying]
         self._coming = deque((i, places.parts[n]) for i, n in coming)
-        each = max(map(places.turns, blocks), default=0)  # the same for all of these, and for those around them
-        due = [last[i] + (n // places.at_once - AHEAD if i in places.gradually else -AHEAD * each) for i, n in coming]
-        self._begin = deque(_spaced(due, len(last) * each))
+        # turns of a visit: the same for all of these, and for those around them
+        self.each = max(map(places.turns, blocks), default=0)
+        ahead = {i: AHEAD if i in places.gradually else AHEAD * self.each for i in blocks}
+        self._begin = deque(_spaced([self.turn_of(i, n) - ahead[i] for i, n in coming], len(last) * self.each))
 
     def turn(self) -> None:
         """A block is about to run a micro-batch: bring what should come beside it, if there are buffers."""
-        self._turn += 1
-        while self._begin and self._begin[0] <= self._turn and len(self._there) < self._slots:
+        self.now += 1
+        while self._begin and self._begin[0] <= self.now and len(self._there) < self._slots:
             self._bring()
 
     @property
     def is_last(self) -> bool:
         """Whether no block runs another micro-batch."""
-        return self._turn + 1 == self._turns
+        return self.now + 1 == self._turns
+
+    def turn_of(self, i: int, n: int) -> int:
+        """The turn before which the n-th part of block i's state is updated; after which, where its backward was."""
+        places = self._places
+        if i not in places.gradually:
+            return self.updated[i]
+        left = -(-len(places.parts) // places.at_once) - 1 if i in places.carried else 0  # turns from the first part on
+        return self.updated[i] - left + n // places.at_once
 
     def _bring(self) -> None:
         self._begin.popleft()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from schedules.buffers import Held
+from schedules.forward_fusion import ForwardFusion
 from schedules.kept_activations import Kept
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
@@ -58,7 +59,8 @@ class StreamedStep:
         p.keep_on_device(*map(p.grad, places.adding_up))
         # weights and gradient of a block that is updated gradually are there while the next one runs
         self.ring = p.slots("weight", slots + places.more_slots)
-        self.grads = p.slots("grad", max(grad_slots, 2) if places.gradually else grad_slots)
+        gradients = max(grad_slots, 2) if places.gradually else grad_slots
+        self.grads = p.slots("grad", gradients)
         self.slabs = p.slots("slab", slabs, Tier.HOST)
         # embedding and head have buffers of their own: a slot of the ring need not be as large as they are
         come = [*places.ends, *(i for i in places.held if i not in places.settled)]
@@ -76,6 +78,7 @@ class StreamedStep:
         p.keep_on_device(*(p.state(*state) for state in sorted(places.staying)))
         self.staging = Staging(p, places, slots=nvme_slots, ahead=len(self.ahead))
         self.passing = Passing(p, places, self.staging, [i for i in order for _ in range(places.turns(i))])
+        self.fusion = ForwardFusion(p, places, self.passing, self.grads, gradients, self.own)
         self.due = deque[Due]()
 
     def _fetch(self, i: int) -> str:
@@ -118,17 +121,22 @@ class StreamedStep:
 
     def _weights(self, i: int) -> str | None:
         """The buffer with layer i's weights, as `sweep` asks for it."""
-        if i in self.places.resident or i in self.places.settled:
+        if i in self.places.resident:
             return None
         if i in self.copy:
             return self.program.load(self.program.weight(i), self.copy[i])
-        self.slot = self.window.weights(i, self._fetch)
-        return self.slot
+        if i in self.places.streamed:
+            self.slot = self.window.weights(i, self._fetch)
+        self._update_before_forward(self.fusion.rest_of(i))
+        return None if i in self.places.settled else self.slot
 
     def _turn(self) -> None:
         """A block is about to run a micro-batch: see that states come, and update what is due."""
         self.passing.turn()
         self._update_due(self.places.at_once)
+        settled = self.places.settled
+        self._update_before_forward(self.fusion.due(lambda i: i in settled or self.window.loaded(i) is not None))
+        self.fusion.bring()
 
     def _grad(self, i: int) -> str | None:
         """The buffer for layer i's gradient, as `sweep` asks for it."""
@@ -145,7 +153,9 @@ class StreamedStep:
         if not streamed and not last:
             return
         where = (buffer, p.grad(i))
-        if i in places.on_device:
+        if i in places.carried:
+            self._carry(i, where)
+        elif i in places.on_device:
             self._update_on_device(i, where)
             if i not in places.gradually or self.passing.is_last:
                 while self.due:
@@ -188,6 +198,25 @@ class StreamedStep:
         if state is not None:
             staging.write(p.state(i, part), state)
 
+    def _carry(self, i: int, grad: Held) -> None:
+        """Block i's gradient waits for the next step: at home, or where its sum is."""
+        if i in self.own:
+            self.program.norm([grad], stream=Stream.COMPUTE, name=f"N.{self.program.model.layer_name(i)}")
+        else:
+            deque(land(self.program, i, grad[0], self.slabs, held=True), maxlen=0)
+
+    def _update_before_forward(self, updates: Iterable[tuple[int, Part | None, Held]]) -> None:
+        """These parts of blocks are updated on the device, by gradients of the step before."""
+        some = list[Due]()
+        for i, part, grad in updates:
+            weights = None if i in self.places.settled else self.window.loaded(i) or self.slot
+            target = self.staging.weight(i) if i in self.places.nvme_weights else None
+            some.append(Due(i, part, grad, weights, target))
+            if len(some) == self.places.at_once:
+                self._update_now(some)
+                some.clear()
+        self._update_now(some)
+
     def _update_on_device(self, i: int, grad: Held) -> None:
         """The optimizer's step on block i on the device is due, part by part."""
         weights = None if i in self.places.settled else self.slot
@@ -198,12 +227,21 @@ class StreamedStep:
 
     def _update_due(self, most: int) -> None:
         """Make so many of the updates on the device that are due, if there are so many."""
-        some = [self.due.popleft() for _ in range(min(most, len(self.due)))]
+        self._update_now([self.due.popleft() for _ in range(min(most, len(self.due)))])
+
+    def _update_now(self, some: Sequence[Due]) -> None:
+        """Make these updates; what has been updated leaves."""
         passing = [(due.block, due.part) for due in some if (due.block, due.part) not in self.places.staying]
         for due in some:
             state = self.passing.take(due.block, due.part) if (due.block, due.part) in passing else None
             self.program.update(
-                due.block, grad=due.grad, weights=due.weights, state=state, stream=Stream.COMPUTE, part=due.part
+                due.block,
+                grad=due.grad,
+                weights=due.weights,
+                state=state,
+                stream=Stream.COMPUTE,
+                part=due.part,
+                carried=due.block in self.places.carried,
             )
         # weights leave first: others will come into their slot before the next state is needed
         for due in some:

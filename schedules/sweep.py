@@ -170,6 +170,10 @@ class Window:
         assert visited == i, "blocks run in the order of the visits"
         return slot
 
+    def loaded(self, i: int) -> str | None:
+        """The slot with block i's weights, if it is one of those that are loaded for the visits to come."""
+        return next((slot for coming, slot in self._loaded if coming == i), None)
+
 
 class Streamed:
     """Weights and gradients of a step in which all layers only pass through the device.

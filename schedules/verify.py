@@ -70,6 +70,7 @@ class Verified:
     fingerprint: str
     initial: dict[str, str]  # buffer -> the tensor it must hold before the first step
     newest: frozenset[str]  # of these, those with its newest version when a step ends
+    carried: dict[str, str]  # buffer -> the gradient or norm in it that a step leaves to the next one's updates
     behind: dict[str, int]  # trained layer -> by how many steps the weights that it is computed with are behind
 
     def allocated_bytes(self) -> dict[Tier, int]:
@@ -107,6 +108,7 @@ def verify(schedule: Schedule) -> Verified:
         fingerprint=schedule.fingerprint,
         initial=dict(contents.initial),
         newest=contents.newest(),
+        carried=dict(contents.carried),
         behind=dict(contents.behind),
     )
 

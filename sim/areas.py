@@ -14,7 +14,7 @@ from schedules.model import ModelSpec
 from schedules.op import DRIVE_STREAMS, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.sizes import tensor_bytes
-from schedules.tensor import SAVED, STATE, parse
+from schedules.tensor import GRAD, SAVED, STATE, parse
 from schedules.workload import MemoryBudget, Workload
 from sim.cost import MissingCost, Terms, TooLong, demands
 from sim.machine import HardwareProfile
@@ -49,9 +49,7 @@ class LayerAreas:
         first = sorted({model.layer_kind(i): i for i in reversed(model.blocks)}.values())
         self._stands_for = {model.layer_kind(i): place for place, i in enumerate(first)}
         small = model.of_blocks(first)
-        # what is not resident takes no clipping with Muon, which costs an update next to nothing
-        clip = None if workload.multiplies_to_update else workload.grad_clip
-        step = replace(workload, accumulation=min(workload.accumulation, 2), grad_clip=clip)
+        step = replace(workload, accumulation=min(workload.accumulation, 2))
         blocks = len(first)
         probes: list[dict[str, int]] = [{"keep": 0}, {"keep": 0, "offload": blocks}]
         places = (
@@ -81,9 +79,10 @@ class LayerAreas:
         return self._times(("compute", i, phase), times)
 
     def copy(self, cls: str, i: int, kind: Kind, times: float = 1) -> Areas:
-        """Of a layer's tensor over the link; of a state, as that of its weights by the bytes it has."""
-        if cls == STATE:
-            times *= self.nbytes(STATE, i) / self.nbytes("w", i)
+        """Of a layer's tensor over the link; of a state, or a gradient that comes back, as that of its weights by the
+        bytes it has."""
+        if cls == STATE or (cls == GRAD and kind == Kind.PREFETCH):
+            times *= self.nbytes(cls, i) / self.nbytes("w", i)
             cls = "w"
         if kind == Kind.OFFLOAD and cls == "w":  # gradients go that way, weights in some policies only
             times *= self.nbytes("w", i) / self.nbytes("g", i)
@@ -93,14 +92,6 @@ class LayerAreas:
     def update(self, i: int, tier: Tier, times: float) -> Areas:
         """The optimizer's step, on the device or the host."""
         return self._times(("update", i, tier), times)
-
-    def on_cpu(self, i: int, times: float) -> Areas:
-        """The gradient comes down, the optimizer runs."""
-        return together(self.update(i, Tier.HOST, times), self.copy("g", i, Kind.OFFLOAD, times))
-
-    def through(self, i: int, times: float) -> Areas:
-        """The state comes, is updated, and goes."""
-        return together(self.update(i, Tier.DEVICE, times), self.round_trip(i, times))
 
     def round_trip(self, i: int, times: float) -> Areas:
         """The state crosses the link both ways."""

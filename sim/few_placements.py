@@ -45,7 +45,7 @@ def try_all(found: Findings, workload: Workload, *, begun: Candidate, one_block:
             _try_each(found, thrifty, order, _ends(every, found.at or start))
     for there, slots, resident in itertools.product(dict.fromkeys((start, begin)), SLOTS, every["resident"]):
         some = there.with_knobs({"resident": resident, "slots": slots})
-        stays = {found.room.stays(some)} - {0} if workload.grad_clip is None else ()
+        stays = {found.room.stays(some)} - {0}
         for more in ({"stay": stay} for stay in stays), ({"hold": hold} for hold in found.room.holds(some)):
             ends = {**_ends(every, found.at or start), "resident": [resident]}
             found.evaluate(*(each for knobs in more for each in _each([some.with_knobs(knobs)], ends)))

@@ -25,13 +25,13 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
         "slabs": [2, 4, 8, 16, 32],
     }
     parts = ways_to_part(model, workload)
-    at_once = workload.grad_clip is None  # updates do not wait for the norm of all gradients
     by_choice = not workload.multiplies_to_update  # of blocks, not all on the device
-    if at_once and by_choice:
-        space |= {"defer": counts, "through": counts}
+    if by_choice and workload.grad_clip is None:  # or all updates wait for the norm of all gradients
+        space["defer"] = counts
+    if by_choice:
+        space["through"] = counts
     space["parts"] = [*parts]
-    if at_once:
-        space["stay"] = [*range(blocks * parts[-1] + 1)]
+    space["stay"] = [*range(blocks * parts[-1] + 1)]
     known = dict(begun.knobs)
     space |= {name: counts for name in ("inputs", "nvme_inputs") if name in known}
     if "nvme" in known:

@@ -29,6 +29,14 @@ With one micro-batch a step falls into two windows that cannot overlap, since th
 layer whose gradient comes last: a forward, in which activations leave, and a backward, in which they and weights
 come back.
 
+With clipping there are two such windows whatever the number of micro-batches, since all updates follow the last
+backward of a step, and precede the first turn of the next:
+
+  forward       the first micro-batch's forward; all updates; weights that the CPU updates; of what the device updates,
+                gradients that were not there as the last backward ended, states that were not, and states that are gone
+                by the turn
+  backward      the backward of all micro-batches, and from the first turn on their losses
+
 With a > 1 micro-batches each has a turn, and the budget of device memory is that of their average. Let f be how many
 micro-batches' kept activations of a block are there on average, of k that are kept; held ones' weights are there at
 their turns. Squares are replaced by tangents, x^2 >= 2 t x - t^2, which keeps all this linear.
@@ -59,7 +67,7 @@ import numpy as np
 from schedules.model import ModelSpec
 from schedules.op import Kind, Phase, Tier
 from schedules.saved import hidden_bytes
-from schedules.tensor import GRAD, SAVED, WEIGHT
+from schedules.tensor import GRAD, SAVED, STATE, WEIGHT
 from schedules.workload import MemoryBudget, Workload
 from schedules.workspace import workspace_bytes
 from sim.areas import OPTIMIZER, Areas, LayerAreas, together
@@ -102,8 +110,10 @@ class _Program:
 
     areas: list[Areas] = field(default_factory=list)
     device: list[float] = field(default_factory=list)
+    device_first: list[float] = field(default_factory=list)  # bytes at the first turn alone
     device_last: list[float] = field(default_factory=list)  # bytes at the last turn alone
     device_between: list[float] = field(default_factory=list)  # bytes between two steps
+    device_end: list[float] = field(default_factory=list)  # bytes as the last backward of a step ends
     host: list[float] = field(default_factory=list)
     nvme: list[float] = field(default_factory=list)
     labels: list[tuple[str, float]] = field(default_factory=list)  # what a column places, and its bytes
@@ -115,8 +125,10 @@ class _Program:
         areas: Areas | None = None,
         *,
         device: float = 0,
+        device_first: float = 0,
         device_last: float = 0,
         device_between: float = 0,
+        device_end: float = 0,
         host: float = 0,
         nvme: float = 0,
         label: str = "",
@@ -124,8 +136,10 @@ class _Program:
     ) -> int:
         self.areas.append(areas or {})
         self.device.append(device)
+        self.device_first.append(device_first)
         self.device_last.append(device_last)
         self.device_between.append(device_between)
+        self.device_end.append(device_end)
         self.host.append(host)
         self.nvme.append(nvme)
         self.labels.append((label, nbytes))
@@ -153,7 +167,7 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
     from scipy.optimize import linprog
 
     model, workload = costs.model, costs.workload
-    windows = workload.accumulation == 1
+    windows, clips = workload.accumulation == 1, workload.grad_clip is not None
     lp, fixed = _Program(), Counter[str]()
     workspace = _workspace(costs, profile)
     device_free = float(budget.device_bytes) - _at_turn(costs, turn) - workspace
@@ -163,7 +177,11 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
         i, n = layers[0], len(layers)
         for phase in (Phase.EMBED, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD):
             areas = costs.compute(i, phase, n * workload.accumulation)
-            _add(fixed, _in_window(areas, FORWARD if phase in before else BACKWARD) if windows else areas)
+            window = FORWARD if phase in before else BACKWARD
+            _add(fixed, _in_window(areas, window) if windows else areas)
+            if clips and not windows:
+                first = 1.0 / workload.accumulation if window == FORWARD else 1.0
+                _add(fixed, _only_in(areas, window), first)
             if phase == Phase.LOSS and turn == model.head:  # but for the last one's
                 _add(fixed, {MIDDLE: areas.get(GPU, 0.0)}, 1.0 - 1.0 / workload.accumulation)
         _place(lp, costs, i, n, turn, has_nvme=profile.nvme is not None)
@@ -181,8 +199,10 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
     limits.append(0.0)
     for bytes_of, free in (
         (lp.device, device_free),
+        (lp.device_first, device_free),
         (lp.device_last, device_free),
         (lp.device_between, between_free),
+        (lp.device_end, float(budget.device_bytes)),
         (lp.host, float(budget.host_bytes)),
         (lp.nvme, float(budget.nvme_bytes)),
     ):
@@ -239,7 +259,11 @@ def _limits(all_areas: Sequence[Areas], profile: HardwareProfile) -> Iterator[tu
 
 def _in_window(areas: Areas, window: str) -> Areas:
     """What is busy in a window is busy in the step."""
-    return {**areas, **{window + name: ns for name, ns in areas.items()}}
+    return {**areas, **_only_in(areas, window)}
+
+
+def _only_in(areas: Areas, window: str) -> Areas:
+    return {window + name: ns for name, ns in areas.items()}
 
 
 def _weighed(areas: Areas, parts: Mapping[str, float]) -> float:
@@ -249,11 +273,12 @@ def _weighed(areas: Areas, parts: Mapping[str, float]) -> float:
 def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nvme: bool) -> None:
     """The choices for `n` layers like layer i. What the op at the turn touches is among what is always there."""
     block, passes = costs.model.is_block(i), costs.workload.accumulation
-    windows = passes == 1
+    windows, clips = passes == 1, costs.workload.grad_clip is not None
     weight, state = (n * costs.nbytes(t, i) for t in ("w", "o"))
     if block:
         saved = n * costs.nbytes("s", i)
-        keep = lp.column(device=saved if windows and i != turn else 0.0, label="activations kept", nbytes=saved)
+        beside = saved if i != turn else 0.0
+        keep = lp.column(device=beside if windows else 0.0, device_first=beside, label="activations kept", nbytes=saved)
         leave, come = (costs.copy("s", i, kind, n * passes) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
         twice = costs.compute(i, Phase.RECOMPUTE, n * passes)
         if windows:
@@ -267,7 +292,14 @@ def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nv
             on_drive = together(leave, come, costs.drive("s", i, n * passes))
             made.append(lp.column(on_drive, nvme=saved, label="activations on NVMe", nbytes=saved))
         lp.exactly.append(({keep: 1, **dict.fromkeys(made, 1)}, 1.0))
-    retained = lp.column(device=0.0 if i == turn else weight, label="weights on device", nbytes=weight)
+        if clips and not windows:
+            # what is not kept from its forward on is made again or comes back after the first turn, or is there by then
+            there_first = n * costs.nbytes("s", i) * (passes - (i == turn))
+            for column, areas in zip(made, (come, twice, come), strict=False):
+                after, by_then = lp.column(_only_in(areas, BACKWARD)), lp.column(device_first=there_first)
+                lp.exactly.append(({column: 1, after: -1, by_then: -1}, 0.0))
+    held = 0.0 if i == turn else weight
+    retained = lp.column(device=held, device_first=held, label="weights on device", nbytes=weight)
     elsewhere = lp.column(host=weight, label="weights on host", nbytes=weight)
     places = {retained: 1.0, elsewhere: 1.0}
     reload = {elsewhere: 1.0}
@@ -275,27 +307,35 @@ def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nv
         drive = lp.column(costs.drive("w", i, n), nvme=weight, label="weights on NVMe", nbytes=weight)
         places[drive] = reload[drive] = 1.0
     lp.exactly.append((places, 1.0))
+    on_device, on_cpu = (costs.update(i, tier, n) for tier in (Tier.DEVICE, Tier.HOST))
+    if clips:
+        on_device, on_cpu = (_in_window(areas, FORWARD) for areas in (on_device, on_cpu))
     resident = lp.column(
-        costs.update(i, Tier.DEVICE, n),
+        on_device,
         device=state,
+        device_first=state,
         device_last=state,
         device_between=state,
+        device_end=state,
         label="state on device",
         nbytes=state,
     )
-    through = lp.column(costs.through(i, n), label="state through device", nbytes=state)
-    cpu = lp.column(costs.on_cpu(i, n), label="state on CPU", nbytes=state)
+    through = lp.column(together(on_device, costs.round_trip(i, n)), label="state through device", nbytes=state)
+    landed = together(on_cpu, costs.copy("g", i, Kind.OFFLOAD, n))
+    cpu = lp.column(landed, label="state on CPU", nbytes=state)
     lp.exactly.append(({resident: 1, through: 1, cpu: 1}, 1.0))
     if block and costs.workload.multiplies_to_update:
         lp.at_most.append(({cpu: 1}, 0.0))
     # at the turns; it may be on the device, having come back, or to be fetched from there by the CPU
-    in_host, there = lp.column(host=state), lp.column(device=state)
+    in_host, there = lp.column(host=state), lp.column(device=state, device_first=state)
     fetched = lp.column(costs.round_trip(i, n))
     lp.at_most.append(({there: 1, through: -1, fetched: -1}, 0.0))
     kept_state = {through: 1.0, cpu: 1.0, in_host: -1.0, there: -1.0}
     if has_nvme:
         kept_state[lp.column(costs.drive("o", i, n), nvme=state)] = -1.0
     lp.exactly.append((kept_state, 0.0))
+    if clips:
+        _after_the_norm(lp, costs, i, n, resident=resident, through=through, there=there)
     # what the device has made is sent to the host if it is gone between the steps, or at the turn
     between = lp.column(device_between=0.0 if i == costs.model.embed else weight)
     sent = lp.column(costs.copy("w", i, Kind.OFFLOAD, n))
@@ -303,13 +343,14 @@ def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nv
         lp.at_most.append(({cpu: -1, there_then: -1, sent: -1}, -1.0))
     # they come once for the forward if the CPU has made them or they are gone between the steps
     load = costs.copy("w", i, Kind.PREFETCH, n)
-    once = lp.column(load)
+    once = lp.column(_in_window(load, FORWARD) if clips else load)
     lp.at_most += [({cpu: 1, once: -1}, 0.0), ({between: -1, once: -1}, -1.0)]
     if block:  # once more if they are gone at the turn
         if i == turn:
             return
         # in units of one load in each of the micro-batches' backwards
-        returned = lp.column(_in_window(load, BACKWARD) if windows else costs.copy("w", i, Kind.PREFETCH, n * passes))
+        loads = costs.copy("w", i, Kind.PREFETCH, n * passes)
+        returned = lp.column(_in_window(loads, BACKWARD) if windows or clips else loads)
         lp.at_most.append(({**reload, returned: -passes}, 0.0))
         if passes > 1:
             _in_turns(lp, costs, i, n, keep=keep, retained=retained, returned=returned)
@@ -317,6 +358,22 @@ def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nv
                 _between_losses(lp, costs, i, n, keep=keep)
     else:
         lp.at_most.append(({**reload, once: -1}, 0.0))
+
+
+def _after_the_norm(
+    lp: _Program, costs: LayerAreas, i: int, n: int, *, resident: int, through: int, there: int
+) -> None:
+    """What of these layers has to move between the last backward and the first turn, since their updates do not begin
+    before and are made by then."""
+    state, grad = (n * costs.nbytes(cls, i) for cls in (STATE, GRAD))
+    come, leave = (_only_in(costs.copy(STATE, i, kind, n), FORWARD) for kind in (Kind.PREFETCH, Kind.OFFLOAD))
+    early, late = lp.column(device_end=state), lp.column(come)
+    lp.exactly.append(({through: 1, early: -1, late: -1}, 0.0))
+    gone, stays = lp.column(leave), lp.column(device_first=state)
+    lp.at_most.append(({through: 1, gone: -1, stays: -1, there: -1}, 0.0))
+    back = _in_window(costs.copy(GRAD, i, Kind.PREFETCH, n), FORWARD)
+    returns = lp.column(together(costs.copy(GRAD, i, Kind.OFFLOAD, n), back))
+    lp.exactly.append(({resident: 1, through: 1, lp.column(device_end=grad): -1, returns: -1}, 0.0))
 
 
 def _in_turns(lp: _Program, costs: LayerAreas, i: int, n: int, *, keep: int, retained: int, returned: int) -> None:

@@ -46,12 +46,6 @@ def ways_to_part(model: ModelSpec, workload: Workload) -> tuple[int, ...]:
     return tuple(parts for parts in PARTS if parts == 1 or parts <= most)
 
 
-def fewest_residents(model: ModelSpec, workload: Workload) -> int:
-    """Layers that must live on the device: with the embedding all blocks, where these are updated there once the norm
-    of all gradients is known."""
-    return model.num_hidden_layers + 1 if workload.multiplies_to_update and workload.grad_clip is not None else 0
-
-
 def state_of_block(model: ModelSpec, workload: Workload) -> int:
     """Bytes of the optimizer state of a block, the largest where they differ."""
     return tensor_bytes(named(STATE, model.layer_name(model.largest_block)), model, workload)
@@ -83,10 +77,8 @@ class Room:
 
     def most_residents(self, start: Candidate) -> int:
         """The most layers that may live on the device; -1 if even the fewest are too many."""
-        fewest = fewest_residents(self._model, start.workload)
-        counts = range(fewest, len(self._model.layers) + 1)
-        fitting = bisect_left(counts, True, key=lambda n: not self.on(Tier.DEVICE, _with_resident(start, n)))
-        return fewest + fitting - 1 if fitting else -1
+        counts = range(len(self._model.layers) + 1)
+        return bisect_left(counts, True, key=lambda n: not self.on(Tier.DEVICE, _with_resident(start, n))) - 1
 
     def holds(self, start: Candidate) -> list[int]:
         """How many blocks may have their weights on the device: beside all activations, and beside none.
@@ -274,7 +266,6 @@ class Room:
         """
         least = Candidate(policy=OURS, workload=workload)
         least = least.with_knobs({"keep": 0, "inputs": self._model.num_hidden_layers, **ONE_BLOCK, **THRIFT[1]})
-        least = least.with_knobs({"resident": fewest_residents(self._model, workload)})
         if self._profile.nvme is not None:
             least = least.with_knobs(self._away(least))
         parts = dict.fromkeys((least.count("parts"), ways_to_part(self._model, workload)[-1]))

@@ -350,8 +350,6 @@ class Search:
         Where a drive holds what has no room elsewhere, only as many as have room are tried: each part spares the drive
         a read and a write.
         """
-        if start.workload.grad_clip is not None:
-            return
         if not start.value("nvme"):
             there = start.with_knobs({"resident": self.least_resident, **late})
             room = self.found.room.stays(there) if most else 0
@@ -377,8 +375,6 @@ class Search:
         States that pass come in parts: their buffers take room from what stays, and weights need the same link, unless
         those of the blocks whose states pass are held.
         """
-        if start.workload.grad_clip is not None:
-            return
         blocks = self.found.model.num_hidden_layers
         parts = min(FEW_PARTS, ways_to_part(self.found.model, start.workload)[-1])
         start = start.with_knobs({"parts": parts, "resident": self.least_resident, "slabs": MANY_SLABS * parts})

@@ -72,7 +72,9 @@ def sync(name: str, stream: Stream, **options: object) -> Op:
 def bare(ops: list[Op], waits: list[Wait]) -> Verified:
     """A proof that nobody gave, of ops that touch nothing."""
     schedule = Schedule(ops=tuple(ops), buffers=(), waits=tuple(waits), model=MODEL, workload=WORKLOAD, policy="bare")
-    return Verified(schedule=schedule, fingerprint=schedule.fingerprint, initial={}, newest=frozenset(), behind={})
+    return Verified(
+        schedule=schedule, fingerprint=schedule.fingerprint, initial={}, newest=frozenset(), carried={}, behind={}
+    )
 
 
 class Recorder:

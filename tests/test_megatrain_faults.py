@@ -106,9 +106,7 @@ def result(verified: Verified, backend: CpuBackend) -> tuple[list[float], list[T
 def unproven(schedule: Schedule) -> Verified:
     """What `verify` would return, had it not refused the schedule; only a test may do this."""
     whole = verify(WRITERS[schedule.policy](schedule.model, schedule.workload))
-    return Verified(
-        schedule=schedule, fingerprint=schedule.fingerprint, initial=whole.initial, newest=whole.newest, behind={}
-    )
+    return dataclasses.replace(whole, schedule=schedule, fingerprint=schedule.fingerprint, behind={})
 
 
 def without(schedule: Schedule, wait: Wait) -> Schedule:

@@ -245,8 +245,6 @@ SCHEDULES: dict[str, dict[str, Knob]] = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_training_by_schedule_is_plain_training(name: str, accumulation: int, clip: float | None) -> None:
     """By torch's Muon and AdamW: the first steps to fp32's rounding, later ones as near as bf16 inside leaves them."""
-    if clip is not None and name.startswith("streamed"):
-        pytest.skip("what is not resident takes no clipping")
     workload = replace(MUON, accumulation=accumulation, grad_clip=clip)
     right = reference.train(
         FOUR_BLOCKS, workload, text(workload), HYPER, initial=initial.random_parameters(FOUR_BLOCKS, 0), steps=8
@@ -261,10 +259,10 @@ def test_training_by_schedule_is_plain_training(name: str, accumulation: int, cl
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("precision", WITHOUT_8_BITS)
+@pytest.mark.parametrize(("precision", "clip"), [*((each, None) for each in WITHOUT_8_BITS), ("bf16", 0.3)])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_all_schedules_yield_the_same_bits(name: str, precision: str) -> None:
-    workload = Workload(micro_batch_size=2, seq_len=8, precision=precision, optimizer="muon")
+def test_all_schedules_yield_the_same_bits(name: str, precision: str, clip: float | None) -> None:
+    workload = Workload(micro_batch_size=2, seq_len=8, precision=precision, optimizer="muon", grad_clip=clip)
     plain = policies.build("resident", FOUR_BLOCKS, workload, MEMORY)
     built = policies.build(name.partition(",")[0], FOUR_BLOCKS, workload, MEMORY, **SCHEDULES[name])
     debug = Debug(poison=True, delay_s=0.001, seed=3)

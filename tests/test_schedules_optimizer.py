@@ -133,12 +133,10 @@ def test_streamed_tells_which_knobs_muon_has_no_use_for(knobs: dict[str, int | s
     several = replace(MUON, accumulation=2)
     with pytest.raises(InputError, match="those that are neither resident nor held take no singly or"):
         policies.build("streamed", TINY, several, MEMORY, **knobs)
-    for hold in (0, len(TINY.blocks)):
-        with pytest.raises(InputError, match="with clipping all of them must be resident"):
-            policies.build("streamed", TINY, replace(MUON, grad_clip=1.0), MEMORY, hold=hold)
     verify(policies.build("streamed", TINY, replace(several, grad_clip=1.0), MEMORY, resident=len(TINY.layers)))
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize(
     "knobs",
     [
@@ -154,9 +152,9 @@ def test_streamed_tells_which_knobs_muon_has_no_use_for(knobs: dict[str, int | s
     ],
     ids=str,
 )
-def test_streamed_passes_states_through_the_device(knobs: dict[str, Knob]) -> None:
+def test_streamed_passes_states_through_the_device(knobs: dict[str, Knob], clip: float | None) -> None:
     memory = replace(MEMORY, nvme_bytes=10**9)
-    built = policies.build("streamed", TINY, replace(MUON, accumulation=2), memory, **knobs)
+    built = policies.build("streamed", TINY, replace(MUON, accumulation=2, grad_clip=clip), memory, **knobs)
     verify(built)
     updates = {op.layer: op for op in built.ops if op.phase == Phase.ADAM}
     assert all(updates[i].stream == Stream.COMPUTE and updates[i].flops for i in TINY.blocks)

@@ -43,7 +43,7 @@ def test_blocks_are_updated_on_the_device_if_they_stream_or_are_held_and_live_on
     found, workload, _ = drawn
     assert found.on_device <= {*found.streamed, *found.held}
     assert found.settled == found.on_device & set(found.held)
-    assert not found.on_device or workload.grad_clip is None
+    assert found.carried == (found.on_device if workload.grad_clip is not None else set())
     assert found.on_device.isdisjoint(found.late)
     assert {i for i, _ in found.nvme_states} <= set(found.streamed)
     assert found.nvme_states.isdisjoint(found.staying)

@@ -91,7 +91,7 @@ def policy(
         hold: how many of the other blocks, evenly spread, with `through` from the first on, have their weights on the
             device, and with order=microbatches their gradient, until it is whole; the host has and updates their state.
         through: how many of the other blocks, held ones first, are updated on the device while their weights and whole
-            gradient are there, their state coming and going; all with Muon. Not with clipping.
+            gradient are there, their state coming and going; all with Muon. With clipping before their next forward.
         stay: how many parts of streamed blocks' states live on the device, where these are updated. As `through`.
         nvme: how many parts of the other streamed blocks' states live on NVMe.
         nvme_weights: how many of these blocks have their weights there too; gradients of theirs that must wait also do.
