@@ -18,7 +18,7 @@ from schedules import tensor as tensors
 from schedules import trained
 from schedules.carried import carried
 from schedules.op import Access, Op, Phase
-from schedules.tensor import parse
+from schedules.tensor import Part, parse, parts
 from schedules.verify import Verified
 
 
@@ -67,14 +67,14 @@ class Carried:
 
     def _gradient(self, i: int) -> Tensor:
         """Layer i's gradient as the last step left it, whole or in parts, on the CPU."""
-        schedule = self._verified.schedule
-        found: list[tuple[int, Tensor]] = []
+        found: dict[Part | None, Access] = {}
         for buffer, tensor in self._verified.carried.items():
-            if (name := parse(tensor)).cls in tensors.GRADIENTS and name.layer == schedule.model.layer_name(i):
-                of = trained.span(schedule.model, schedule.workload, i, name.part)
-                found.append((of.start, self._store.on_cpu(Access(buffer, tensor))))
-        found.sort(key=lambda part: part[0])
-        return found[0][1] if len(found) == 1 else torch.cat([part for _, part in found])
+            name = parse(tensor)
+            if name.cls in tensors.GRADIENTS and name.layer == self._verified.schedule.model.layer_name(i):
+                found[name.part] = Access(buffer, tensor)
+        if None in found:
+            return self._store.on_cpu(found[None])
+        return torch.cat([self._store.on_cpu(found[part]) for part in parts(len(found))])
 
     def _clipping(self, i: int) -> Tensor | None:
         """What multiplies that gradient; None where it is not to be clipped, or has been."""

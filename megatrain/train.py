@@ -290,7 +290,6 @@ class Trainer(Generic[E]):
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint, see `megatrain.checkpoint.save`. Raises NotSaved, Diverged."""
-        self._carried.apply(self.step)
         settings = self._settings(self.step - 1)
         schedule = self._verified.schedule
         return checkpoint.save(folder, schedule, self.step, self.kept, self._frozen, self._began, settings)

@@ -180,6 +180,40 @@ def test_a_new_gradient_is_not_added_to_the_one_that_was_applied() -> None:
     assert ("stale read", "B.1.0", "device.g.1") in {(v.rule, v.op, v.buffer) for v in found}
 
 
+def stored(passes: int) -> Schedule:
+    """Each micro-batch's gradient of block 0 goes to a buffer of its own; the next step begins by adding them up."""
+    p = Program(MODEL, replace(PLAIN, accumulation=passes))
+    slot, grad, total = p.buffer("weight"), p.buffer("grad"), p.buffer("sum", Tier.HOST)
+    found = [p.buffer(f"host.{m}", Tier.HOST) for m in p.workload.microbatches]
+    others = [i for i in MODEL.layers if i != 0]
+    p.keep_on_device(*(t for i in others for t in (p.weight(i), p.state(i), p.grad(i))))
+    for buffer in found:
+        p.accumulate(0, out_of=buffer, into=total, wide=True)
+    p.update(0, grad=(total, p.grad(0, wide=True)), carried=True)
+    p.load(p.weight(0), slot)
+    for m, buffer in zip(p.workload.microbatches, found, strict=True):
+        for i in MODEL.layers[:-1]:
+            p.forward(i, m, weights=slot if i == 0 else None)
+        p.loss(m)
+        for i in reversed(MODEL.layers[:-1]):
+            p.backward(i, m, weights=slot if i == 0 else None, grad=grad if i == 0 else None)
+        p.offload(p.grad(0), out_of=grad, into=buffer)
+        p.discard(grad)
+    for i in others:
+        p.update(i, stream=Stream.COMPUTE)
+    return p.build(policy="stored")
+
+
+def test_a_gradient_of_the_step_before_may_be_stored_before_it_is_applied() -> None:
+    assert verify(stored(1)).carried == {"host.0": "g.0"}
+
+
+def test_what_is_left_of_a_gradient_is_all_of_it() -> None:
+    """What is applied between two steps is one gradient, not several to be added up."""
+    found = {v.op: v for v in problems(stored(2))}
+    assert "with 0.0, 0.1 more than once" in found["U.0"].message
+
+
 def test_an_update_says_that_its_gradient_is_carried() -> None:
     p = Program(MODEL, PLAIN)
     with pytest.raises(ProgramError, match=r'update\(1\) reads the gradient of layer 1 from .* offload\("g.1"'):

@@ -50,6 +50,7 @@ def test_the_page_is_a_step_that_is_safe() -> None:
     [
         ("passing", {}, 0),
         ("at_once", {}, 0),
+        ("before_forward", {}, 0),
         ("behind", {}, 1),
         ("behind", {"lag": 2}, 2),
         ("lora", {}, 0),

@@ -27,8 +27,10 @@ def model() -> ModelSpec:
     return replace(presets.load("tiny"), num_hidden_layers=BLOCKS)
 
 
-def passing(*, accumulation: int = 1, precision: str = "bf16", keep: int = 0, **knobs: Knob) -> Schedule:
-    step = Workload(micro_batch_size=1, accumulation=accumulation, seq_len=8, precision=precision)
+def passing(
+    *, accumulation: int = 1, precision: str = "bf16", clip: float | None = None, keep: int = 0, **knobs: Knob
+) -> Schedule:
+    step = Workload(micro_batch_size=1, accumulation=accumulation, seq_len=8, precision=precision, grad_clip=clip)
     schedule = policies.build("streamed", model(), step, ROOM, keep=keep, **knobs)
     verify(schedule)
     return schedule
@@ -40,11 +42,14 @@ def slots(schedule: Schedule, kind: str) -> int:
 
 
 def updated_between(schedule: Schedule, block: int) -> list[list[str]]:
-    """Updates of a block on the device: after its backward, and after each micro-batch of the next block's."""
+    """Updates of a block on the device: after its backward, and after each micro-batch of the next block's; with
+    clipping after each forward of the block before."""
     ops = schedule.streams[Stream.COMPUTE]
     place = {op.name: at for at, op in enumerate(ops)}
     last = schedule.workload.accumulation - 1
     ends = [place[f"B.{block}.{last}"], *(place[f"B.{block - 1}.{m}"] for m in range(last + 1))]
+    if schedule.workload.grad_clip is not None:
+        ends = [*(place[f"F.{block - 1}.{m}"] for m in range(last + 1)), place[f"F.{block}.0"]]
     names = {op.name for op in ops if op.phase == Phase.ADAM and op.layer == block}
     found = [[op.name for op in ops[a:b] if op.name in names] for a, b in pairwise(ends)]
     assert sum(map(len, found)) == len(names)
@@ -85,6 +90,20 @@ def test_few_come_between_two_visits() -> None:
 def test_there_is_one_buffer_more_than_parts() -> None:
     for parts in (1, 2, 4):
         assert slots(passing(through=4, parts=parts), "state") == parts + 1
+
+
+@pytest.mark.parametrize("parts", [4, 11])
+def test_with_clipping_it_is_updated_as_gradually_before_its_forward(parts: int) -> None:
+    """The last part just before; no slot more, since its weights are there for its forward anyway."""
+    schedule = passing(accumulation=4, through=4, parts=parts, clip=1.0)
+    at_once = -(-parts // 4)
+    assert [slots(schedule, kind) for kind in ("state", "weight")] == [2 * at_once + 1, 2]
+    blocks = {op.layer for _, op in states_up(schedule)}
+    assert len(blocks) == 4
+    for block in blocks - {0}:
+        found = updated_between(schedule, block)
+        names = [f"U.{block}.{part}of{parts}" for part in range(parts)]
+        assert found == [names[n : n + at_once] for n in range(0, parts, at_once)]
 
 
 def test_where_all_pass_they_come_as_buffers_get_free() -> None:

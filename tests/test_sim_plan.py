@@ -75,7 +75,10 @@ def period_if_it_fits(schedule: Schedule, profile: HardwareProfile) -> float | N
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("workload", [step(1), step(16), step(2, accumulation=3), step(4, precision="fp32")])
+@pytest.mark.parametrize(
+    "workload",
+    [step(1), step(16), step(2, accumulation=3), step(4, precision="fp32"), step(1, accumulation=2, grad_clip=1.0)],
+)
 def test_no_exact_policy_is_faster_than_the_bound(name: str, workload: Workload) -> None:
     model = shallow(4)
     held = state_bytes(model) / 1e9
@@ -100,19 +103,22 @@ def test_no_order_of_micro_batches_is_faster_than_the_bound(seed: int) -> None:
     blocks, model = 4, shallow(4)
     batch, accumulation = chance.choice([1, 4, 16]), chance.choice([2, 3, 8])
     workload = step(batch, accumulation=accumulation, recompute=RECOMPUTED[seed % len(RECOMPUTED)])
+    workload = replace(workload, grad_clip=[None, 1.0][seed // 2 % 2])
     name, device = chance.choice(MACHINES), chance.uniform(0.3, 2.0) * state_bytes(model) / 1e9 + 1.0
     profile = hardware.override(hardware.load(name), [f"gpu.memory={device:.3f}GB"])
     limit = placement_bound(model, workload, profile)
     for singly, order, hold in itertools.product((0, 2, blocks), ("layers", "microbatches"), (0, 2)):
         knobs: dict[str, Knob] = {"singly": singly, "order": order, "hold": hold, "offload": chance.randint(0, blocks)}
         knobs |= {"resident": chance.choice([0, 0, 2]), "parts": chance.choice([1, 4])}
+        knobs |= {"through": blocks if seed % 3 == 0 and order == "layers" else 0}
         schedule = policies.build("streamed", model, workload, memory_of(profile), **knobs)
         period = period_if_it_fits(schedule, profile)
         assert period is None or period >= limit.period_ns, knobs
 
 
-def test_bound_of_a_long_step_that_fits_the_device_is_its_compute() -> None:
-    model, workload, profile = shallow(3), step(64, seq=2048), hardware.load("h200")
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_bound_of_a_long_step_that_fits_the_device_is_its_compute(clip: float | None) -> None:
+    model, workload, profile = shallow(3), step(64, seq=2048, grad_clip=clip), hardware.load("h200")
     whole = predict(policies.build("resident", model, workload, memory_of(profile)), profile)
     limit = placement_bound(model, workload, profile)
     assert limit.binding == "gpu"
@@ -163,6 +169,10 @@ def test_what_the_solver_is_off_by_is_taken_off_the_bound(monkeypatch: pytest.Mo
         (3, 30, step(1, precision="bf16_8bit"), 33.5300, "link.duplex"),
         (12, 2, step(64, recompute="mlp"), 521.2225, "nvme.write"),
         (5, 1, step(64, accumulation=8, recompute="mlp"), 4208.5694, "nvme.write"),  # with weights on the drive
+        # all updates follow the last backward
+        (8, 30, step(16, grad_clip=1.0), 144.7525, "gpu"),
+        (6, 30, step(4, accumulation=4, grad_clip=1.0), 134.8202, "link.duplex"),
+        (40, 60, step(16, grad_clip=1.0), 115.2676, "gpu"),
     ],
 )
 def test_the_bound_is_what_it_was(
@@ -231,6 +241,7 @@ def test_nothing_random_is_below_the_bound_or_fits_where_it_says_that_nothing_do
     first_dense = replace(presets.load("glm-4.5-air"), num_hidden_layers=blocks, num_experts=16)
     model = chance.choice([shallow(blocks), replace(mixture, vocab_size=8192), replace(first_dense, vocab_size=8192)])
     workload = step(chance.choice([1, 16, 64]), accumulation=chance.choice([1, 2, 8]))
+    workload = replace(workload, grad_clip=[None, 1.0][seed % 2])
     held = state_bytes(model) / 1e9
     device, host = chance.uniform(0.2, 1.5) * held + 0.5, chance.uniform(0.3, 2.0) * held
     profile = machine(chance.choice(MACHINES), device_gb=device, host_gb=host)

@@ -25,12 +25,13 @@ back. With parts=n gradients leave the device, and states come to their updates,
 itself: no buffer on the host has room for a whole one, and a block's state may live in several places. What passes
 through is then updated beside the next block's micro-batches, where that spares memory: few parts are there at a time.
 
-Order of updates. Gradients land last layer first; the next forward needs the first layer first. Updated as
-they land, all must be done before the next forward begins. `defer` picks that many blocks, evenly spread,
-and updates them after all others, first block first, beside the next forward. With gradient clipping no
-update may start before the global norm is known, and all layers are updated in that order.
+Order of updates. Gradients land last layer first; the next forward needs the first layer first. Updated as they land,
+all must be done before the next forward begins. `defer` picks that many blocks, evenly spread, and updates them after
+all others, first block first, beside the next forward. With gradient clipping no update may start before the global
+norm is known: all layers are updated in that order, but for what through=n and stay=n update on the device, just before
+its next forward, with the gradient that the step before has left.
 
-Exact in its training; nothing is approximated. Of knobs that speak of other blocks, more than are left means all.
+Exact; nothing is approximated. Of knobs that speak of other blocks, more than are left means all.
 """
 
 from __future__ import annotations
@@ -81,8 +82,7 @@ def policy(
         grad_slots: device buffers for gradients on their way out.
         slabs: host buffers in which gradients, or parts of them, wait for the optimizer.
         offload: how many of the other blocks' activations go to the host and come back for the backward.
-        inputs: how many blocks' inputs go to the host and come back, whatever else the block keeps: a long sequence's
-            do not fit the device together.
+        inputs: how many blocks' inputs go to the host and come back, whatever else is kept: many do not fit the device.
         slack: visits of blocks by which activations come back before they are needed, and leave after they are made.
         every: blocks that run forward again from one input. Of blocks whose inputs go to the host each has its own.
         nested: whether these then make only their inputs again, and each runs once more just before its backward.
@@ -91,7 +91,7 @@ def policy(
         hold: how many of the other blocks, evenly spread, with `through` from the first on, have their weights on the
             device, and with order=microbatches their gradient, until it is whole; the host has and updates their state.
         through: how many of the other blocks, held ones first, are updated on the device while their weights and whole
-            gradient are there, their state coming and going; all with Muon. With clipping before their next forward.
+            gradient are there, their state coming and going; all with Muon. With clipping before the next forward.
         stay: how many parts of streamed blocks' states live on the device, where these are updated. As `through`.
         nvme: how many parts of the other streamed blocks' states live on NVMe.
         nvme_weights: how many of these blocks have their weights there too; gradients of theirs that must wait also do.
