@@ -106,6 +106,14 @@ def test_with_clipping_it_is_updated_as_gradually_before_its_forward(parts: int)
         assert found == [names[n : n + at_once] for n in range(0, parts, at_once)]
 
 
+def test_gradients_that_add_up_on_the_device_stay_there_until_the_next_forward() -> None:
+    schedule = passing(accumulation=4, hold=4, through=4, order="microbatches", clip=1.0)
+    updated = {op.layer for _, op in states_up(schedule)}
+    home = {b.name for b in schedule.buffers if b.tier == Tier.HOST}
+    assert len(updated) == 4 and not {f"host.g.{i}" for i in updated} & home
+    assert {f"N.{i}" for i in updated} <= {op.name for op in schedule.streams[Stream.COMPUTE]}
+
+
 def test_where_all_pass_they_come_as_buffers_get_free() -> None:
     """The verifier has seen that none is overwritten; here: none is left out, and all go back."""
     schedule = passing(through=BLOCKS, parts=3)
