@@ -173,6 +173,7 @@ def test_what_the_solver_is_off_by_is_taken_off_the_bound(monkeypatch: pytest.Mo
         (8, 30, step(16, grad_clip=1.0), 144.7525, "gpu"),
         (6, 30, step(4, accumulation=4, grad_clip=1.0), 134.8202, "link.duplex"),
         (40, 60, step(16, grad_clip=1.0), 115.2676, "gpu"),
+        (3, 30, step(4, optimizer="muon", accumulation=32, grad_clip=1.0), 1088.4999, "gpu"),
     ],
 )
 def test_the_bound_is_what_it_was(
@@ -188,6 +189,20 @@ def test_the_bound_is_what_it_was(
     for what in ("weights", "state", "activations"):
         shares = [share for label, share in found.placed.items() if label.startswith(what)]
         assert sum(shares) == pytest.approx(1.0) and min(shares) >= -1e-9
+
+
+@pytest.mark.parametrize(
+    ("clip", "period_ms", "binding"), [(None, 2381.5375, "optimizer"), (1.0, 2961.4083, "link.duplex")]
+)
+def test_with_clipping_states_without_room_come_after_the_last_backward(
+    clip: float | None, period_ms: float, binding: str
+) -> None:
+    """A mixture's states: many bytes for little that is computed beside them."""
+    large = presets.load("gpt-oss-120b")
+    model = replace(large, num_hidden_layers=6, layer_types=large.layer_types[:6], vocab_size=8192)
+    profile = round_profile("gpu.memory=32GB", "host.memory=250GB", "host.memory_bandwidth=200GB/s")
+    found = placement_bound(model, step(16, accumulation=8, grad_clip=clip), profile)
+    assert (found.period_ns / 1e6, found.binding) == (pytest.approx(period_ms, rel=1e-5), binding)
 
 
 def test_a_quick_drive_takes_activations_too() -> None:
