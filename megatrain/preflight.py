@@ -10,7 +10,7 @@ import torch
 
 from megatrain.checkpoint import NotSaved
 from megatrain.ram import available_memory
-from megatrain.store import bytes_within_steps, filling_bytes, keeping_bytes
+from megatrain.store import applying_bytes, bytes_within_steps, filling_bytes, keeping_bytes
 from megatrain.this_machine import MAKING
 from schedules.errors import InputError, Refused
 from schedules.files import require_folder
@@ -27,13 +27,15 @@ def require_memory(
     largest workspace of an op, as it is estimated.
 
     And in the RAM for what a layer takes beside them between steps: to be made, where the training `begins` with
-    weights that no checkpoint has, and to be gathered, where it `saves` or `exports`.
+    weights that no checkpoint has, to be gathered, where it `saves` or `exports`, and to have a gradient applied that
+    a step leaves to the next.
     """
     needed, label = verified.allocated_bytes(), f"{verified.schedule.label} for {verified.schedule.model.name}"
     on_gpu = device.type == "cuda"
     beside = {
         "begin": filling_bytes(verified, MAKING) if begins else 0,
         "save": keeping_bytes(verified, on_gpu) if saves else 0,
+        "apply gradients between steps": applying_bytes(verified, on_gpu),
         "export": keeping_bytes(verified, on_gpu, state=False) if exports else 0,
     }
     then = max(beside, key=lambda doing: beside[doing])

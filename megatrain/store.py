@@ -263,12 +263,14 @@ class Store:
             if (nbytes := self._bytes(places[0])) == len(state):
                 self._fill(places, state)
                 continue
-            part = torch.empty(nbytes, dtype=torch.uint8)
-            for in_whole, in_part in adam_state.matched(
-                state, part, len(weights), of, self._schedule.workload.precision
-            ):
-                in_part.copy_(in_whole)
-            self._fill(places, part)
+            self._fill(places, self._part(state, len(weights), of, nbytes))
+
+    def _part(self, state: Tensor, params: int, of: slice, nbytes: int) -> Tensor:
+        """The state of these of a layer's parameters, out of all of it."""
+        part = torch.empty(nbytes, dtype=torch.uint8)
+        for in_whole, in_part in adam_state.matched(state, part, params, of, self._schedule.workload.precision):
+            in_part.copy_(in_whole)
+        return part
 
     def _fill(self, places: list[Access], contents: Tensor) -> None:
         for home in places:
@@ -360,15 +362,32 @@ def filling_bytes(verified: Verified, making: int) -> int:
 
 def keeping_bytes(verified: Verified, on_gpu: bool, *, state: bool = True) -> int:
     """The most host memory that `Store.kept` takes beside the buffers for a layer; without `state`, `Store.weights`."""
-    model, workload = verified.schedule.model, verified.schedule.workload
-    tiers = [Tier.HOST] if on_gpu else [Tier.HOST, Tier.DEVICE]
+    layers = trained.layers(verified.schedule.model, verified.schedule.workload)
+    return max((_gathered_bytes(verified, i, _in_ram(on_gpu), state=state) for i in layers), default=0)
 
-    def gathered(i: int) -> int:
-        whole = state and len(states(verified, i)) > 1
-        return state_bytes(model, workload, i, trained.params(model, workload, i)) if whole else 0
 
-    layers = trained.layers(model, workload)
-    return max((_bytes_elsewhere(verified, i, tiers, state=state) + gathered(i) for i in layers), default=0)
+def applying_bytes(verified: Verified, on_gpu: bool) -> int:
+    """The most host memory that applying a gradient between steps takes beside the buffers: see megatrain.carried."""
+    schedule, tiers = verified.schedule, _in_ram(on_gpu)
+    model, workload = schedule.model, schedule.workload
+    grads: dict[int, list[Access]] = {}
+    for buffer, tensor in verified.carried.items():
+        if (name := parse(tensor)).cls in tensors.GRADIENTS:
+            grads.setdefault(model.layer_index(name.layer), []).append(Access(buffer, tensor))
+
+    def applied(i: int) -> int:
+        copied = [of for of in grads[i] if schedule.buffer[of.buffer].tier not in tiers or len(grads[i]) > 1]
+        of_grad = sum(tensor_bytes(of.tensor, model, workload) for of in copied)
+        gathered, parts = _gathered_bytes(verified, i, tiers), states(verified, i)
+        if len(parts) == 1:
+            return gathered + of_grad
+        whole, part = (
+            state_bytes(model, workload, i, params)
+            for params in (trained.params(model, workload, i), max(of.stop - of.start for of, _ in parts))
+        )
+        return max(gathered, _bytes_elsewhere(verified, i, tiers, state=False) + whole + of_grad + part)
+
+    return max(map(applied, grads), default=0)
 
 
 def bytes_within_steps(schedule: Schedule) -> int:
@@ -381,6 +400,19 @@ def bytes_within_steps(schedule: Schedule) -> int:
 def _copied(schedule: Schedule) -> set[str]:
     """The buffers that copies read or write."""
     return {access.buffer for op in schedule.ops if op.phase == Phase.COPY for access in op.accesses}
+
+
+def _in_ram(on_gpu: bool) -> list[Tier]:
+    """The tiers whose buffers the CPU reads where they are."""
+    return [Tier.HOST] if on_gpu else [Tier.HOST, Tier.DEVICE]
+
+
+def _gathered_bytes(verified: Verified, i: int, tiers: Collection[Tier], *, state: bool = True) -> int:
+    """What layer i takes to be in memory, with its optimizer `state` in one piece, beside what is on these tiers."""
+    model, workload = verified.schedule.model, verified.schedule.workload
+    several = state and len(states(verified, i)) > 1
+    whole = state_bytes(model, workload, i, trained.params(model, workload, i)) if several else 0
+    return _bytes_elsewhere(verified, i, tiers, state=state) + whole
 
 
 def _bytes_elsewhere(verified: Verified, i: int, tiers: Collection[Tier], *, state: bool = True) -> int:

@@ -12,14 +12,17 @@ import pytest
 import torch
 
 from megatrain import adam_state, checkpoint, preflight
+from megatrain.adam import Adam
 from megatrain.checkpoint import NotSaved
 from megatrain.cpu import CpuBackend
+from megatrain.data import RandomTokens
 from megatrain.hf import WeightsError
 from megatrain.initial import random_parameters
 from megatrain.nvme import Drive
 from megatrain.session import train
-from megatrain.store import Store, bytes_within_steps, filling_bytes, keeping_bytes
+from megatrain.store import Store, applying_bytes, bytes_within_steps, filling_bytes, keeping_bytes
 from megatrain.this_machine import MAKING
+from megatrain.train import Trainer
 from megatrain.training_files import Files
 from megatrain.workspace import peak_bytes
 from schedules import policies, presets
@@ -86,6 +89,48 @@ def test_what_is_counted_beside_the_buffers_is_what_it_takes(
     assert counted == pytest.approx([of * largest for of in of_largest], rel=0.01)
     for bytes_counted, bytes_taken in zip(counted, (filling, saving), strict=True):
         assert bytes_taken == pytest.approx(bytes_counted, abs=few)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "of_block"),
+    [
+        ({"through": 2}, 0),  # all is in memory, whole
+        ({"through": 2, "parts": 2}, 8 + 4),  # the whole state, and half of it again on its way back
+        ({"through": 2, "parts": 2, "nvme": 8, "nvme_weights": 4}, 4 + 8 + 8),  # all of it comes from the drive
+    ],
+    ids=str,
+)
+def test_what_is_counted_to_apply_a_gradient_between_steps_is_what_it_takes(
+    knobs: dict[str, Any], of_block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(adam_state.CHUNK, "cpu", 1 << 14)
+    model = replace(presets.load("tiny"), intermediate_size=1 << 13)
+    workload = Workload(micro_batch_size=1, seq_len=16, precision="fp32", grad_clip=1.0)
+    step = verify(policies.build("streamed", model, workload, BUDGET, **knobs))
+    block = model.params(0)
+    assert applying_bytes(step, on_gpu=False) == pytest.approx(of_block * block, rel=0.01)
+    text = RandomTokens(vocab_size=model.vocab_size, workload=workload, seed=0)
+    begin = random_parameters(model, 0)
+    with Trainer(step, CpuBackend(), text, lambda _: Adam(lr=1e-3), initial=begin, nvme=tmp_path) as run:
+        run.run(1)
+        applying = peak_bytes(lambda: run.kept(model.embed), CPU)
+    assert applying == pytest.approx(applying_bytes(step, on_gpu=False), abs=block)
+    needed = step.allocated_bytes()
+    buffers = needed["device"] + needed["host"]
+    lacking = max(0, applying_bytes(step, on_gpu=False) - bytes_within_steps(step.schedule)) - 1
+    monkeypatch.setattr(preflight, "available_memory", lambda: buffers + lacking)
+    if lacking > 0:
+        with pytest.raises(Refused, match="more to apply gradients between steps"):
+            preflight.require_memory(step, CPU, begins=False)
+
+
+def test_gradients_that_a_gpu_keeps_are_copied_to_be_applied() -> None:
+    workload = Workload(micro_batch_size=1, accumulation=2, seq_len=16, precision="fp32", grad_clip=1.0)
+    knobs: dict[str, Any] = {"through": 2, "hold": 2, "order": "microbatches"}
+    model = presets.load("tiny")
+    step = verify(policies.build("streamed", model, workload, BUDGET, **knobs))
+    block = model.params(0)
+    assert (applying_bytes(step, on_gpu=True), applying_bytes(step, on_gpu=False)) == (4 * block + 4 * block, 0)
 
 
 def test_room_to_begin_and_to_save_is_asked_for_where_it_is_needed(
