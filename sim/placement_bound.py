@@ -36,6 +36,7 @@ backward of a step, and precede the first turn of the next:
                 gradients that were not there as the last backward ended, states that were not, and states that are gone
                 by the turn
   backward      the backward of all micro-batches, and from the first turn on their losses
+  memory        as the last backward ends all weights, states and gradients are in the two memories, or on the drive
 
 With a > 1 micro-batches each has a turn, and the budget of device memory is that of their average. Let f be how many
 micro-batches' kept activations of a block are there on average, of k that are kept; held ones' weights are there at
@@ -114,6 +115,7 @@ class _Program:
     device_last: list[float] = field(default_factory=list)  # bytes at the last turn alone
     device_between: list[float] = field(default_factory=list)  # bytes between two steps
     device_end: list[float] = field(default_factory=list)  # bytes as the last backward of a step ends
+    drive_end: list[float] = field(default_factory=list)  # bytes that may be on the drive then
     host: list[float] = field(default_factory=list)
     nvme: list[float] = field(default_factory=list)
     labels: list[tuple[str, float]] = field(default_factory=list)  # what a column places, and its bytes
@@ -129,6 +131,7 @@ class _Program:
         device_last: float = 0,
         device_between: float = 0,
         device_end: float = 0,
+        drive_end: float = 0,
         host: float = 0,
         nvme: float = 0,
         label: str = "",
@@ -140,6 +143,7 @@ class _Program:
         self.device_last.append(device_last)
         self.device_between.append(device_between)
         self.device_end.append(device_end)
+        self.drive_end.append(drive_end)
         self.host.append(host)
         self.nvme.append(nvme)
         self.labels.append((label, nbytes))
@@ -172,6 +176,7 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
     workspace = _workspace(costs, profile)
     device_free = float(budget.device_bytes) - _at_turn(costs, turn) - workspace
     between_free = float(budget.device_bytes) - _between_steps(costs) - workspace
+    at_end = sum(costs.nbytes(cls, i) for cls in (WEIGHT, STATE, GRAD) for i in model.layers) if clips else 0.0
     before = (Phase.EMBED, Phase.FORWARD, *([Phase.LOSS] if turn != model.head else []))
     for layers in _alike(model, turn):
         i, n = layers[0], len(layers)
@@ -203,6 +208,7 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
         (lp.device_last, device_free),
         (lp.device_between, between_free),
         (lp.device_end, float(budget.device_bytes)),
+        ([-nbytes for nbytes in lp.drive_end], float(budget.device_bytes + budget.host_bytes) - at_end),
         (lp.host, float(budget.host_bytes)),
         (lp.nvme, float(budget.nvme_bytes)),
     ):
@@ -304,7 +310,9 @@ def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nv
     places = {retained: 1.0, elsewhere: 1.0}
     reload = {elsewhere: 1.0}
     if has_nvme:
-        drive = lp.column(costs.drive("w", i, n), nvme=weight, label="weights on NVMe", nbytes=weight)
+        drive = lp.column(
+            costs.drive("w", i, n), nvme=weight, drive_end=weight, label="weights on NVMe", nbytes=weight
+        )
         places[drive] = reload[drive] = 1.0
     lp.exactly.append((places, 1.0))
     on_device, on_cpu = (costs.update(i, tier, n) for tier in (Tier.DEVICE, Tier.HOST))
@@ -332,7 +340,11 @@ def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nv
     lp.at_most.append(({there: 1, through: -1, fetched: -1}, 0.0))
     kept_state = {through: 1.0, cpu: 1.0, in_host: -1.0, there: -1.0}
     if has_nvme:
-        kept_state[lp.column(costs.drive("o", i, n), nvme=state)] = -1.0
+        state_there = lp.column(costs.drive("o", i, n), nvme=state, drive_end=state)
+        kept_state[state_there] = -1.0
+        if clips:  # others go there for the end of the last backward
+            more = {cls: lp.column(costs.drive(cls, i, n), drive_end=n * costs.nbytes(cls, i)) for cls in "wog"}
+            lp.at_most += [({drive: 1, more["w"]: 1}, 1.0), ({state_there: 1, more["o"]: 1}, 1.0)]
     lp.exactly.append((kept_state, 0.0))
     if clips:
         _after_the_norm(lp, costs, i, n, resident=resident, through=through, there=there)
