@@ -38,19 +38,20 @@ ALIGNED = 64  # columns: grouped products want rows that begin at multiples of 1
 class Mixture:
     """The MLP of a block with experts.
 
-    `chosen` experts per token, of the best `chosen_groups` of so many `groups`, weighted as in `route`; `correction`
-    names the parameter that it takes, None where there is none. The router is `wide` where it multiplies in fp32. In
-    gpt-oss' layout (`interleaved`) matrices are stored (in, out), columns of gate and up take turns, and both are
-    clamped; elsewhere matrices are (out, in), gate before up, with SwiGLU between, or what `hidden_act` has for it; not
-    `gated`, with the square of what is positive between. Experts of a `latent` vector are given it, and return one, in
-    place of a hidden state. `router`, `modules` and, of these, `first` are what parameters are called; `each` is what
-    the router weights each expert by, if it does.
+    `chosen` experts per token, of the best `chosen_groups` of so many `groups`, weighted as in `route`, which takes
+    `sigmoid`; `correction` names the parameter that it takes, None where there is none. The router is `wide` where it
+    multiplies in fp32. In gpt-oss' layout (`interleaved`) matrices are stored (in, out), columns of gate and up take
+    turns, and both are clamped; elsewhere matrices are (out, in), gate before up, with SwiGLU between, or what
+    `hidden_act` has for it; not `gated`, with the square of what is positive between. Experts of a `latent` vector are
+    given it, and return one, in place of a hidden state. `router`, `modules` and, of these, `first` are what parameters
+    are called; `each` is what the router weights each expert by, if it does.
     """
 
     chosen: int
     normalised: bool
     interleaved: bool
     correction: str | None = None
+    sigmoid: bool = False
     scale: float = 1.0
     groups: int = 1
     chosen_groups: int = 1
@@ -95,6 +96,7 @@ class Mixture:
             scores,
             self.chosen,
             correction,
+            sigmoid=self.sigmoid,
             normalised=self.normalised,
             scale=self.scale,
             groups=self.groups,
@@ -139,6 +141,7 @@ def route(
     chosen: int,
     correction: Tensor | None = None,
     *,
+    sigmoid: bool = False,
     normalised: bool,
     scale: float = 1.0,
     groups: int = 1,
@@ -147,15 +150,15 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Which experts each row of logits [T, n] chooses: `weights` [T, k], `expert` [T, k] and `order` [T k].
 
-    Weights are probabilities, in at least fp32, of which the k chosen add up to one if `normalised`; with a
-    `correction` [n], sigmoids, which are chosen by their sum with that. It has no gradient: one of zeros. Then they are
-    multiplied by `scale`, and by the expert's own number `of_each` [n]. Of several `groups` of n / groups experts, side
-    by side, only the best `chosen_groups` are chosen from: by their best expert, with a `correction` by their two best
-    together. The expert of choice j of token t is expert[t, j]; choices, numbered t k + j, are sorted by expert in
-    `order`. Both are int32.
+    Weights are probabilities, or each logit's `sigmoid`, in at least fp32, of which the k chosen add up to one if
+    `normalised`; with a `correction` [n] they are chosen by their sum with that. It has no gradient: one of zeros. Then
+    they are multiplied by `scale`, and by the expert's own number `of_each` [n]. Of several `groups` of n / groups
+    experts, side by side, only the best `chosen_groups` are chosen from: by their best expert, with `sigmoid` by their
+    two best together. The expert of choice j of token t is expert[t, j]; choices, numbered t k + j, are sorted by
+    expert in `order`. Both are int32.
     """
     return _Route.apply(  # type: ignore[no-any-return, no-untyped-call]
-        logits, chosen, correction, normalised, scale, groups, chosen_groups, of_each
+        logits, chosen, correction, sigmoid, normalised, scale, groups, chosen_groups, of_each
     )
 
 
@@ -166,6 +169,7 @@ class _Route(torch.autograd.Function):
         logits: Tensor,
         chosen: int,
         correction: Tensor | None,
+        sigmoid: bool,
         normalised: bool,
         scale: float,
         groups: int,
@@ -173,10 +177,10 @@ class _Route(torch.autograd.Function):
         of_each: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        probabilities = wide.softmax(-1) if correction is None else wide.sigmoid()
+        probabilities = wide.sigmoid() if sigmoid else wide.softmax(-1)
         scores = probabilities if correction is None else probabilities + correction
         if chosen_groups < groups:
-            scores = _of_best_groups(scores, groups, chosen_groups, by=1 if correction is None else 2)
+            scores = _of_best_groups(scores, groups, chosen_groups, by=2 if sigmoid else 1)
         index = scores.topk(chosen, dim=-1).indices
         weights = probabilities.gather(-1, index)
         if normalised:
@@ -188,7 +192,7 @@ class _Route(torch.autograd.Function):
         order = index.flatten().argsort(stable=True).to(torch.int32)
         expert = index.to(torch.int32)
         ctx.save_for_backward(probabilities, expert, of_each)
-        ctx.normalised, ctx.scale, ctx.dtype = normalised, scale, logits.dtype
+        ctx.sigmoid, ctx.normalised, ctx.scale, ctx.dtype = sigmoid, normalised, scale, logits.dtype
         ctx.corrected = None if correction is None else correction.dtype
         ctx.mark_non_differentiable(expert, order)
         return weights, expert, order
@@ -199,7 +203,7 @@ class _Route(torch.autograd.Function):
         index, d_weights = expert.long(), grads[0] if ctx.scale == 1 else grads[0] * ctx.scale
         values, d_of_each = probabilities.gather(-1, index), None
         if of_each is not None:
-            if ctx.needs_input_grad[7]:
+            if ctx.needs_input_grad[8]:
                 weights = values / values.sum(-1, keepdim=True) if ctx.normalised else values
                 d_of_each = _by_expert(d_weights * weights, expert, len(of_each)).to(of_each.dtype)
             d_weights = d_weights * of_each[index]
@@ -208,13 +212,13 @@ class _Route(torch.autograd.Function):
             d_weights = (d_weights - (d_weights * values / total).sum(-1, keepdim=True)) / total
         d_logits = torch.zeros_like(probabilities).scatter_(-1, index, d_weights)
         d_correction = None
-        if ctx.corrected is None:
-            d_logits -= (d_logits * probabilities).sum(-1, keepdim=True)
-        else:
+        if ctx.sigmoid:
             d_logits *= 1 - probabilities
-            if ctx.needs_input_grad[2]:
-                d_correction = probabilities.new_zeros(probabilities.shape[-1], dtype=ctx.corrected)
-        return d_logits.mul_(probabilities).to(ctx.dtype), None, d_correction, None, None, None, None, d_of_each
+        else:
+            d_logits -= (d_logits * probabilities).sum(-1, keepdim=True)
+        if ctx.needs_input_grad[2]:
+            d_correction = probabilities.new_zeros(probabilities.shape[-1], dtype=ctx.corrected)
+        return d_logits.mul_(probabilities).to(ctx.dtype), None, d_correction, *[None] * 5, d_of_each
 
 
 def _by_expert(numbers: Tensor, expert: Tensor, experts: int) -> Tensor:

@@ -80,7 +80,7 @@ def file_shapes(model: ModelSpec, i: int, *, stacked: bool | None = None) -> dic
     for name, shape in model.stored_shapes(i).items():
         if not (one_by_one and model.is_of_experts(name)):
             whole = _file_name(model, i, _in_files(model, name))
-            rows, *rest = shape
+            rows, *rest = (1, *shape) if name == model.score_correction and experts.correction_row else shape
             found[whole] = (found.get(whole, (0,))[0] + rows, *rest)
             continue
         parts = (down,) if name.endswith("down_proj") else (gate, up) if model.gated_mlp else (up,)
@@ -334,7 +334,7 @@ NO_SHAPE_TELLS = (
     "sigmoid_router", "routed_scaling_factor", "n_group", "topk_group", "attn_output_gate", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "shared_expert_gate", "rope_interleave",
     "global_head_dim", "num_global_key_value_heads", "final_logit_softcapping", "mamba_n_groups", "mamba_d_state",
-    "mamba_dt_min", *MULTIPLIERS,
+    "mamba_dt_min", "corrected_softmax", *MULTIPLIERS,
 )  # fmt: skip
 MAY_BE_CHANGED = (
     "rms_norm_eps", "rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window", "layer_types",

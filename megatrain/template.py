@@ -413,6 +413,7 @@ def _mixture(model: ModelSpec, pointwise: Pointwise) -> Mixture:
         chosen=model.num_experts_per_tok,
         normalised=model.norm_topk_prob,
         correction=model.score_correction,
+        sigmoid=model.sigmoid_router,
         scale=model.routed_scaling_factor,
         groups=model.n_group,
         chosen_groups=model.topk_group,

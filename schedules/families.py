@@ -71,6 +71,12 @@ _DSA: dict[str, Any] = {  # what DeepSeek's sparse attention is in
     "index_topk": 2048,
 }
 _OF_DEEPSEEK = Experts(count="n_routed_experts", shared="n_shared_experts", wide_router=True)
+_ERNIE: dict[str, Any] = {
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
 _INDEXER = ("self_attn.indexer.",)
 _OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_all_heads": True}
 FAMILIES: dict[str, Family] = {
@@ -696,6 +702,34 @@ FAMILIES: dict[str, Family] = {
             },
         ),
         predicts_more="as a block",
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        model_type="ernie4_5",
+        defaults={**_ERNIE, "head_dim": 128},
+        fixed={"rope_interleave": True},
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        model_type="ernie4_5_moe",
+        defaults={
+            **_ERNIE,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+        fixed={"rope_interleave": True, "corrected_softmax": True},
+        experts=Experts(
+            count="moe_num_experts",
+            chosen="moe_k",
+            shared="moe_num_shared_experts",
+            dense="moe_layer_start_index",
+            wide_router=True,
+            correction="mlp.gate.moe_statics",
+            correction_in_files="mlp.moe_statics",
+            correction_row=True,
+        ),
+        predicts_more="apart",
     ),
     "SolarOpenForCausalLM": Family(
         model_type="solar_open",

@@ -17,6 +17,7 @@ class Experts:
         off, of the MLP.
     shared: what it calls the number of experts that are given all tokens, where it has such and counts them; the first
         blocks may then have an MLP instead.
+    dense: what it calls the number of these blocks.
     router, modules: what a block calls the router's projection, and experts.
     beside_mlp: they stand beside an MLP that is given all tokens, each of the two has norms of its own, and so has the
         router, which weights each expert besides.
@@ -25,7 +26,8 @@ class Experts:
     place, matrices: where files have them within a block, and what they call gate, up and down of each.
     stacked: published with all experts' matrices in one tensor.
     in_files: what files call a part of a name, where they do not have a block's modules by these.
-    correction: where the bias lies by which experts are chosen, in files `correction_in_files` where that differs.
+    correction: where the bias lies by which experts are chosen, in files `correction_in_files` where that differs; a
+        `correction_row` is a matrix of one row there.
     as_in_gpt_oss: the gate is called a router, matrices are (in, out), and columns of gate and up alternate.
     """
 
@@ -35,6 +37,7 @@ class Experts:
     switch: str | None = None
     shared_width: str | None = None
     shared: str | None = None
+    dense: str = "first_k_dense_replace"
     router: str = "mlp.gate"
     modules: str = "mlp.experts"
     beside_mlp: bool = False
@@ -46,6 +49,7 @@ class Experts:
     in_files: Mapping[str, str] = field(default_factory=dict)
     correction: str = "mlp.gate"
     correction_in_files: str | None = None
+    correction_row: bool = False
     as_in_gpt_oss: bool = False
 
 

@@ -37,6 +37,7 @@ NOT_DONE = {
     "embd_pdrop": "embeddings are never dropped here; 0 trains without",
     "attn_logit_softcapping": "attention's logits are not bounded here",
     "final_logit_softcapping": "the head's logits are not bounded here",
+    "use_bias": "projections here have biases by other names",
     "use_bidirectional_attention": "attention here sees no later token",
     "output_router_logits": "the loss here has no term that balances experts",
     "clip_qkv": "queries, keys and values are not bounded here",

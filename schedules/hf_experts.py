@@ -38,7 +38,7 @@ def written_experts(architecture: str, names: Experts, spec: Mapping[str, Any]) 
     dense = spec.get("first_k_dense_replace", 0)
     config |= {
         names.shared: spec.get("n_shared_experts", 0),
-        "first_k_dense_replace": dense,
+        names.dense: dense,
         names.scaling: spec.get("routed_scaling_factor", 1.0),
         "n_group": spec.get("n_group", 1),
         "topk_group": spec.get("topk_group", 1),
@@ -109,6 +109,8 @@ def _sharing(
     known: dict[str, tuple[Any, ...]] = {"scoring_func": ("sigmoid" if sigmoid else "softmax",), "moe_layer_freq": (1,)}
     if architecture == "DeepseekV2ForCausalLM":
         known |= {"topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,)}
+    if architecture == "Ernie4_5_MoeForCausalLM":
+        known |= {"moe_layer_interval": (1,), "moe_layer_end_index": (-1, need("num_hidden_layers") - 1)}
     if architecture == "Mistral4ForCausalLM":  # ranks groups otherwise
         known["n_group"] = (1,)
     for key, values in known.items():
@@ -118,7 +120,7 @@ def _sharing(
     found = {
         "routed_scaling_factor": settings.get(names.scaling, 1.0),
         "n_shared_experts": need(str(names.shared)),
-        "first_k_dense_replace": _dense(settings, need),
+        "first_k_dense_replace": _dense(names, settings, need),
     }
     if settings.get("topk_method") != "greedy":  # which chooses from all
         found |= {key: settings.get(key, 1) for key in ("n_group", "topk_group")}
@@ -127,10 +129,10 @@ def _sharing(
     return found
 
 
-def _dense(settings: Mapping[str, Any], need: Callable[[str], Any]) -> Any:
+def _dense(names: Experts, settings: Mapping[str, Any], need: Callable[[str], Any]) -> Any:
     """How many blocks, the first, have an MLP instead of experts; `mlp_layer_types` may say it of each."""
     if (types := settings.get("mlp_layer_types")) is None:
-        return need("first_k_dense_replace")
+        return need(names.dense)
     if not isinstance(types, (list, tuple)) or any(kind not in ("dense", "sparse") for kind in types):
         raise ModelError(f"mlp_layer_types must list 'dense' or 'sparse' for each block, not {types!r}")
     count = types.count("dense")

@@ -51,7 +51,7 @@ _LATER = (
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
     "shared_expert_gate", "fused_gate_up", "rope_interleave", "global_head_dim", "num_global_key_value_heads",
     "attention_k_eq_v", "value_norm", "layer_scalar", "final_logit_softcapping", "mlp_layer_types", "gated_mlp",
-    "moe_latent_size", "mamba_dt_min", "index_topk", *OF_MAMBA, *MULTIPLIERS,
+    "moe_latent_size", "mamba_dt_min", "index_topk", "corrected_softmax", *OF_MAMBA, *MULTIPLIERS,
 )  # fmt: skip
 
 
@@ -77,31 +77,31 @@ class ModelSpec:
     so are gate and up, with `fused_gate_up` these alone; with `rope_interleave` rotary embedding turns neighbours, not
     one half of a head's dimensions with the other. With `sigmoid_router` experts are chosen by the sigmoids of their
     logits and a bias each, which no gradient changes, and weighted by those sigmoids; without, by the probabilities
-    that their logits make. Weights are multiplied by `routed_scaling_factor`. Of `n_group` groups of experts those of
-    the best `topk_group` alone are chosen from; `n_shared_experts` are given all tokens, as one MLP of their widths
-    together, whose output is multiplied by the sigmoid of a number of the token's with a `shared_expert_gate`; the
-    first `first_k_dense_replace` blocks have an MLP instead of experts. With a `kv_lora_rank` attention is latent, see
-    `schedules.latent`: `head_dim` is then `qk_nope_head_dim` and `qk_rope_head_dim` together, of which rotary embedding
-    turns the latter, and `q_lora_rank` 0 where queries have no latent vector. With `attn_output_gate` the projection of
-    queries has as many elements more, by whose sigmoids what attention returns is multiplied. `layer_types` names each
-    block's attention; empty means all blocks alike, sliding if `sliding_window` is set. Linear attention is by the
-    gated delta rule, with the heads, dimensions and convolution that the fields `linear_...` say, see
-    `schedules.delta`, or a state space, by the fields `mamba_...`, see `schedules.mamba`. `no_rope_layers` has a 0 for
-    each block without rotary embedding and a 1 for each with it; empty means that all have it. `rope_scaling` is the
-    config's dictionary as sorted pairs, lists as tuples; with `rope_local_base_freq` blocks with a window have plain
-    rotary embedding of that base. Neither changes a cost. `query_pre_attn_scalar` is `head_dim` where None; an
-    `attention_multiplier` stands for its inverse root. Embeddings are multiplied by `embedding_multiplier`, what
-    attention and the MLP add by `residual_multiplier`, and logits divided by `logits_scaling`. With a `global_head_dim`
-    blocks without a window have heads of that dimension, `num_global_key_value_heads` for keys and values, and with
-    `attention_k_eq_v` one projection for both. `value_norm` is an RMSNorm without a weight over each value head; with
-    `layer_scalar` what a block returns is multiplied by a number that no gradient changes. Logits beyond
-    `final_logit_softcapping` are bent towards it. `mlp_layer_types` names each block's MLP, "dense" or "sparse", or
-    "none", and so may `layer_types` of attention; empty means that all have both. Without `gated_mlp` an MLP, and each
-    expert, is two matrices and the square of what is positive between them. With a `moe_latent_size` experts are given
-    that many numbers, and return as many: one projection makes them, another a hidden state of what they add up to.
-    Steps of a state space are no less than `mamba_dt_min`. With an `index_topk` a token attends to that many tokens,
-    which a small network chooses: to all before it in sequences of no more, and no others can be trained.
-    Raises ModelError when a value has no meaning.
+    that their logits make, with `corrected_softmax` chosen by these and a bias each. Weights are multiplied by
+    `routed_scaling_factor`. Of `n_group` groups of experts those of the best `topk_group` alone are chosen from;
+    `n_shared_experts` are given all tokens, as one MLP of their widths together, whose output is multiplied by the
+    sigmoid of a number of the token's with a `shared_expert_gate`; the first `first_k_dense_replace` blocks have an MLP
+    instead of experts. With a `kv_lora_rank` attention is latent, see `schedules.latent`: `head_dim` is then
+    `qk_nope_head_dim` and `qk_rope_head_dim` together, of which rotary embedding turns the latter, and `q_lora_rank` 0
+    where queries have no latent vector. With `attn_output_gate` the projection of queries has as many elements more, by
+    whose sigmoids what attention returns is multiplied. `layer_types` names each block's attention; empty means all
+    blocks alike, sliding if `sliding_window` is set. Linear attention is by the gated delta rule, with the heads,
+    dimensions and convolution that the fields `linear_...` say, see `schedules.delta`, or a state space, by the fields
+    `mamba_...`, see `schedules.mamba`. `no_rope_layers` has a 0 for each block without rotary embedding and a 1 for
+    each with it; empty means that all have it. `rope_scaling` is the config's dictionary as sorted pairs, lists as
+    tuples; with `rope_local_base_freq` blocks with a window have plain rotary embedding of that base. Neither changes a
+    cost. `query_pre_attn_scalar` is `head_dim` where None; an `attention_multiplier` stands for its inverse root.
+    Embeddings are multiplied by `embedding_multiplier`, what attention and the MLP add by `residual_multiplier`, and
+    logits divided by `logits_scaling`. With a `global_head_dim` blocks without a window have heads of that dimension,
+    `num_global_key_value_heads` for keys and values, and with `attention_k_eq_v` one projection for both. `value_norm`
+    is an RMSNorm without a weight over each value head; with `layer_scalar` what a block returns is multiplied by a
+    number that no gradient changes. Logits beyond `final_logit_softcapping` are bent towards it. `mlp_layer_types`
+    names each block's MLP, "dense" or "sparse", or "none", and so may `layer_types` of attention; empty means that all
+    have both. Without `gated_mlp` an MLP, and each expert, is two matrices and the square of what is positive between
+    them. With a `moe_latent_size` experts are given that many numbers, and return as many: one projection makes them,
+    another a hidden state of what they add up to. Steps of a state space are no less than `mamba_dt_min`. With an
+    `index_topk` a token attends to that many tokens, which a small network chooses: to all before it in sequences of no
+    more, and no others can be trained. Raises ModelError when a value has no meaning.
     """
 
     name: str
@@ -182,6 +182,7 @@ class ModelSpec:
     moe_latent_size: int = 0
     mamba_dt_min: float | None = None
     index_topk: int = 0
+    corrected_softmax: bool = False
 
     def __post_init__(self) -> None:
         require_meaning(self)
@@ -467,8 +468,8 @@ class ModelSpec:
 
     @property
     def score_correction(self) -> str | None:
-        """The parameter that is added to experts' scores where they are chosen; None without a `sigmoid_router`."""
-        if not self.sigmoid_router:
+        """The parameter that is added to experts' scores where they are chosen; None where there is none."""
+        if not (self.sigmoid_router or self.corrected_softmax):
             return None
         return f"{self.experts.correction}.{parameters.CORRECTION}"
 

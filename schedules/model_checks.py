@@ -119,7 +119,7 @@ def _check_experts(model: ModelSpec) -> None:
     if not model.num_experts:
         usual = {field.name: field.default for field in fields(model)}
         for key in (
-            "sigmoid_router", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group",
+            "sigmoid_router", "corrected_softmax", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group",
             "shared_expert_gate", "moe_latent_size",
         ):  # fmt: skip
             if getattr(model, key) != usual[key]:
@@ -137,6 +137,8 @@ def _check_experts(model: ModelSpec) -> None:
             f"{model.name}: {model.n_shared_experts} experts of {model.moe_intermediate_size} are no MLP of "
             f"intermediate_size, {model.intermediate_size}"
         )
+    if model.sigmoid_router and model.corrected_softmax:
+        raise ModelError(f"{model.name}: experts are chosen by sigmoid_router or by corrected_softmax, not by both")
     if model.shared_expert_gate and not model.n_shared_experts:
         raise ModelError(f"{model.name}: shared_expert_gate needs n_shared_experts")
     for key in ("router_bias", "expert_bias", "shared_expert_gate") if not model.gated_mlp else ():

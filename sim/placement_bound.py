@@ -310,9 +310,7 @@ def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nv
     places = {retained: 1.0, elsewhere: 1.0}
     reload = {elsewhere: 1.0}
     if has_nvme:
-        drive = lp.column(
-            costs.drive("w", i, n), nvme=weight, drive_end=weight, label="weights on NVMe", nbytes=weight
-        )
+        drive = lp.column(costs.drive("w", i, n), nvme=weight, drive_end=weight, label="weights on NVMe", nbytes=weight)
         places[drive] = reload[drive] = 1.0
     lp.exactly.append((places, 1.0))
     on_device, on_cpu = (costs.update(i, tier, n) for tier in (Tier.DEVICE, Tier.HOST))

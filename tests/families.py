@@ -394,6 +394,17 @@ MODELS = {
         n_shared_experts=2,
         first_k_dense_replace=2,
     ),
+    "ernie-4.5": replace(TINY, architecture="Ernie4_5ForCausalLM", rope_interleave=True),
+    "ernie-4.5-moe": replace(
+        GLM4_MOE,
+        architecture="Ernie4_5_MoeForCausalLM",
+        sigmoid_router=False,
+        corrected_softmax=True,
+        attention_bias=False,
+        partial_rotary_factor=1.0,
+        rope_interleave=True,
+        n_shared_experts=2,
+    ),
     "k-exaone": replace(
         GLM4_MOE,
         architecture="ExaoneMoeForCausalLM",

@@ -76,18 +76,21 @@ def test_the_routers_gradient_is_that_of_the_weights(normalised: bool) -> None:
     assert torch.autograd.gradcheck(lambda t: route(t, 3, normalised=normalised)[0], logits)
 
 
+@pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize("normalised", [False, True])
-def test_with_a_correction_experts_are_chosen_by_it_and_weighted_without(normalised: bool) -> None:
+def test_with_a_correction_experts_are_chosen_by_it_and_weighted_without(normalised: bool, sigmoid: bool) -> None:
+    """As DeepSeek-V3 has it of sigmoids, and ERNIE 4.5 of probabilities."""
     logits, correction = randn(40, 6).requires_grad_(), randn(6, seed=1).requires_grad_()
-    weights, expert, _ = route(logits, 3, correction, normalised=normalised, scale=2.5)
-    scores = logits.sigmoid()
+    options: dict[str, Any] = {"sigmoid": sigmoid, "normalised": normalised, "scale": 2.5}
+    weights, expert, _ = route(logits, 3, correction, **options)
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
     assert torch.equal(expert.long(), (scores + correction).topk(3).indices)
     assert not torch.equal(expert.long(), scores.topk(3).indices)
     chosen = scores.gather(-1, expert.long())
     torch.testing.assert_close(weights, 2.5 * (chosen / chosen.sum(-1, keepdim=True) if normalised else chosen))
     few = randn(6, 5).requires_grad_()
     bias = 3 * torch.arange(5.0, dtype=torch.float64)  # what is chosen stays chosen
-    assert torch.autograd.gradcheck(lambda t: route(t, 3, bias, normalised=normalised, scale=2.5)[0], few)
+    assert torch.autograd.gradcheck(lambda t: route(t, 3, bias, **options)[0], few)
     (grad,) = torch.autograd.grad(weights.sum(), correction)
     assert torch.equal(grad, torch.zeros(6, dtype=torch.float64))
 
@@ -121,7 +124,7 @@ def test_experts_are_chosen_from_the_best_groups_alone(
     logits = randn(7, groups * size, seed=seed)
     correction = randn(groups * size, seed=seed + 1) if corrected else None
     weights, expert, _ = route(
-        logits, chosen, correction, normalised=False, scale=3.0, groups=groups, chosen_groups=best
+        logits, chosen, correction, sigmoid=corrected, normalised=False, scale=3.0, groups=groups, chosen_groups=best
     )
     probabilities = logits.sigmoid() if corrected else logits.softmax(-1)
     scores = probabilities + correction if correction is not None else probabilities

@@ -120,6 +120,8 @@ ROUNDED = {
     "nemotron-3-ultra-550b-a55b": 550e9,
     "glm-5": 744e9,  # with indexers
     "hy3-preview": 295e9,
+    "ernie-4.5-21b-a3b": 21.8e9,
+    "ernie-4.5-300b-a47b": 300e9,
     "glm-4-9b-0414": 9.4e9,
     "glm-4-32b-0414": 32.6e9,
     "k-exaone-236b-a23b": 236e9,
@@ -1107,7 +1109,8 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
         said = called.get(field) or field
         assert getattr(ours, field) == (getattr(theirs, said, None) or getattr(spec(), field)), field
     dense = [kind == "dense" for kind in getattr(theirs, "mlp_layer_types", None) or ()]
-    assert ours.first_k_dense_replace == (sum(dense) or getattr(theirs, "first_k_dense_replace", 0))
+    of_family = known.dense if known is not None else "first_k_dense_replace"
+    assert ours.first_k_dense_replace == (sum(dense) or getattr(theirs, of_family, 0))
     named = hf_nemotron.NAMES if architecture == hf_nemotron.ARCHITECTURE else {}
     for field in ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "sliding_window"):
         said = getattr(theirs, named.get(field, field), None)
@@ -1283,6 +1286,11 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
             {"rope_scaling": None} if model.rope_scaling else {"rope_theta": 1e4},
         ],
         "DeepseekV32ForCausalLM": [{"index_topk": 64}, {"q_lora_rank": 7}, {"n_group": 4, "topk_group": 1}],
+        "Ernie4_5_MoeForCausalLM": [
+            {"moe_layer_start_index": 2},
+            {"moe_num_shared_experts": 1},
+            {"tie_word_embeddings": not model.tie_word_embeddings},
+        ],
         "HYV3ForCausalLM": [
             {"attention_bias": True},
             {"num_shared_experts": 2},
@@ -1403,6 +1411,8 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "deepseek-v3.2",
         "glm-5",
         "hy3-preview",
+        "ernie-4.5-21b-a3b",
+        "ernie-4.5-300b-a47b",
         "seed-oss-36b",
         "smollm3-3b",
         "phi-3-mini-4k",
@@ -1434,7 +1444,8 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0")
     folder = Path(presets.__file__).parent / "models"
     config = json.loads((folder / f"{name}.json").read_text()) | {"num_hidden_layers": 2}
-    config |= {"first_k_dense_replace": 1} if "first_k_dense_replace" in config else {}
+    for first in ("first_k_dense_replace", "moe_layer_start_index", "moe_layer_end_index"):  # with experts
+        config |= {first: 1} if first in config else {}
     config |= {"full_attention_interval": 2} if "full_attention_interval" in config else {}
     for listed in ("layer_types", "no_rope_layers"):
         if listed in config:  # those that end at a Granite's first attention
@@ -1458,6 +1469,9 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
         **{n: p for n, p in theirs.named_parameters() if ".indexer." not in n},
         **{n: b for n, b in theirs.named_buffers() if n.endswith(("correction_bias", "scalar"))},
     }
+    # biases by which experts are chosen may be a matrix of one row there
+    of_bias = {key for key, shape in ours.items() if key.endswith("correction_bias") and len(kept[key].shape) == 2}
+    ours |= {key: (1, *ours[key]) for key in of_bias}
     assert ours == {key: tuple(value.shape) for key, value in kept.items()}
     assert model.total_params == sum(value.numel() for value in kept.values())
     last = theirs.model.layers[-1]  # the first of a Qwen3.5 has linear attention
