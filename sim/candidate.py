@@ -41,8 +41,10 @@ class Candidate:
     knobs: tuple[tuple[str, Knob], ...] = ()
 
     def with_knobs(self, values: Mapping[str, Knob]) -> Candidate:
-        """With these of our own knobs changed; those at their defaults are left out."""
+        """With these of our own knobs changed; those at their defaults are left out, or without a meaning."""
         changed, usual = {**dict(self.knobs), **values}, _defaults()
+        if self.workload.grad_clip is not None:
+            changed.pop("defer", None)
         return replace(self, knobs=tuple(sorted((name, v) for name, v in changed.items() if v != usual.get(name))))
 
     def value(self, name: str) -> Knob:
