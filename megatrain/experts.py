@@ -40,16 +40,19 @@ class Mixture:
 
     `chosen` experts per token, of the best `chosen_groups` of so many `groups`, weighted as in `route`, which takes
     `sigmoid`; `correction` names the parameter that it takes, None where there is none. The router is `wide` where it
-    multiplies in fp32. In gpt-oss' layout (`interleaved`) matrices are stored (in, out), columns of gate and up take
-    turns, and both are clamped; elsewhere matrices are (out, in), gate before up, with SwiGLU between, or what
-    `hidden_act` has for it; not `gated`, with the square of what is positive between. Experts of a `latent` vector are
+    multiplies in fp32. Matrices are stored (out, in), or `in_out`, gate before up, with SwiGLU between, or what
+    `hidden_act` has for it; in gpt-oss' layout (`interleaved`) their columns take turns, and both are clamped; not
+    `gated`, with the square of what is positive between. Experts of a `latent` vector are
     given it, and return one, in place of a hidden state. `router`, `modules` and, of these, `first` are what parameters
-    are called; `each` is what the router weights each expert by, if it does.
+    are called; `each` is what the router weights each expert by, if it does. With `weights_inputs` what an expert is
+    given is weighted, not what it returns.
     """
 
     chosen: int
     normalised: bool
-    interleaved: bool
+    interleaved: bool = False
+    in_out: bool = False
+    weights_inputs: bool = False
     correction: str | None = None
     sigmoid: bool = False
     scale: float = 1.0
@@ -103,8 +106,13 @@ class Mixture:
             chosen_groups=self.chosen_groups,
             of_each=None if self.each is None else params[self.each],
         )
-        copies = _Copies.apply(rows, order, self.chosen)  # type: ignore[no-untyped-call]
-        with derived(copies, lambda rows, order: rows[order // self.chosen], rows, order):
+        if self.weights_inputs:
+            copies = _WeightedCopies.apply(rows, order, weights)  # type: ignore[no-untyped-call]
+            again = derived(copies, _weighted_copies, rows, order, weights)
+        else:
+            copies = _Copies.apply(rows, order, self.chosen)  # type: ignore[no-untyped-call]
+            again = derived(copies, lambda rows, order: rows[order // self.chosen], rows, order)
+        with again:
             both = self._product(params, self.first, copies, expert, order)
         forward, backward = self._between()
         product = _Gated.apply(both, forward, backward)  # type: ignore[no-untyped-call]
@@ -112,7 +120,9 @@ class Mixture:
         del copies, both  # of which a forward that saves nothing has no more use
         with again:
             outputs = self._product(params, "down_proj", product, expert, order)
-        y: Tensor = _WeightedSum.apply(outputs, order, weights, output, self.pointwise)  # type: ignore[no-untyped-call]
+        how = (output, self.pointwise)
+        summed, of = (_Sum, self.chosen) if self.weights_inputs else (_WeightedSum, weights)
+        y: Tensor = summed.apply(outputs, order, of, *how)  # type: ignore[no-untyped-call]
         return y.view_as(x)
 
     def _between(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
@@ -129,7 +139,7 @@ class Mixture:
     def _product(self, params: Mapping[str, Tensor], name: str, rows: Tensor, expert: Tensor, order: Tensor) -> Tensor:
         stored = params[f"{self.modules}.{name}"]
         bias = params.get(f"{self.modules}.{name}_bias")
-        how: tuple[Any, ...] = (bias, expert, order, self.interleaved)
+        how: tuple[Any, ...] = (bias, expert, order, self.in_out)
         if nf4.is_packed(stored):
             largest = params[nf4.largest_of(f"{self.modules}.{name}")]
             return _ByPackedExpert.apply(rows, stored, largest, *how)  # type: ignore[no-any-return, no-untyped-call]
@@ -252,6 +262,27 @@ class _Copies(torch.autograd.Function):
         return grads[0][_places(order).view(-1, ctx.chosen)].sum(1), None, None
 
 
+class _WeightedCopies(torch.autograd.Function):
+    """A row per choice, sorted by expert, times its weight [T, k]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, order, weights)
+        return _weighted_copies(rows, order, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, order, weights = ctx.saved_tensors
+        places, chosen = _places(order).view_as(weights), weights.shape[1]
+        d_weights = (grads[0].to(weights.dtype) * rows[order // chosen]).sum(-1)[places]
+        d_copies = grads[0] * weights.flatten()[order, None].to(rows.dtype)
+        return d_copies[places].sum(1), None, d_weights
+
+
+def _weighted_copies(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    return rows[order // weights.shape[1]] * weights.flatten()[order, None].to(rows.dtype)
+
+
 class _Gated(torch.autograd.Function):
     """What lies between an expert's two matrices; saves the output of the first."""
 
@@ -290,6 +321,24 @@ class _WeightedSum(torch.autograd.Function):
         places = _places(order).view_as(weights)
         d_outputs = ctx.pointwise.summed_backward(grads[0], order, weights)
         return d_outputs, None, ctx.pointwise.weights_backward(outputs, places, grads[0]), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The outputs of a token's experts, added up."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, order: Tensor, chosen: int, output: bool, pointwise: Pointwise) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.chosen = chosen
+        if not output:
+            return unread(torch.Size((len(outputs) // chosen, outputs.shape[1])), outputs)
+        places = _places(order).view(-1, chosen)
+        return pointwise.weighted_sum(outputs.detach(), places, torch.ones_like(places, dtype=torch.float32))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return grads[0][order // ctx.chosen], None, None, None, None
 
 
 class _ByExpert(torch.autograd.Function):

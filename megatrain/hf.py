@@ -31,6 +31,7 @@ from schedules.seeing import sees
 
 HEAD = "lm_head.weight"
 WITHIN = "model.language_model."  # in place of "model.", within a model that sees images
+APART = "language_model."  # before it, where that model has its language model apart
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
 
@@ -54,13 +55,15 @@ def _file_name(model: ModelSpec, i: int, name: str) -> str:
 
 def adapter_name(model: ModelSpec, i: int, name: str, *, seeing: bool = False) -> str:
     """What peft calls a matrix of layer i's adapters; `seeing`: beside a model that sees images."""
-    alone = global_name(model, i, name)
-    return f"base_model.model.{alone.replace('model.', WITHIN, 1) if seeing else alone}"
+    found = global_name(model, i, name)
+    if seeing:  # a Llama 4 has its language model as a whole, the head included
+        found = f"{APART}{found}" if model.architecture == "Llama4ForCausalLM" else found.replace("model.", WITHIN, 1)
+    return f"base_model.model.{found}"
 
 
 def are_seeing(adapters: Iterable[str]) -> bool:
     """Whether adapters of these names are beside a model that sees images."""
-    return any(name.startswith(f"base_model.model.{WITHIN}") for name in adapters)
+    return any(name.startswith((f"base_model.model.{WITHIN}", f"base_model.model.{APART}")) for name in adapters)
 
 
 # Of models that see images those that are published with all experts' matrices in one tensor (in, out), and written by
@@ -294,7 +297,7 @@ def sees_images(folder: Path) -> bool:
 
 def _of_text(files: Iterable[str]) -> dict[str, str]:
     """What a language model's tensors are called where it is alone -> in files of a model that sees images."""
-    before, after = "language_model.", ""
+    before, after = APART, ""
     if any(name.startswith(WITHIN) for name in files):  # as some write it, the head apart
         before, after = WITHIN, "model."
     elif not any(name.startswith(before) for name in files):  # as where it is alone

@@ -83,11 +83,21 @@ def late_queries(model: ModelSpec, seq_len: int) -> Tensor | None:
     return 1 + beta * torch.log1p(passed.float())[:, None, None]
 
 
+def unrotated_queries(model: ModelSpec, seq_len: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """What queries without rotary embedding are multiplied by, [seq_len, 1, 1]; None where that is 1 in sequences of
+    that length (transformers, modeling_llama4.py)."""
+    if not model.floor_scale or seq_len < model.floor_scale:
+        return None
+    passed = torch.arange(1, seq_len + 1).div(model.floor_scale, rounding_mode="floor")
+    return (1 + model.attn_scale * torch.log1p(passed.float()))[:, None, None].to(device, dtype)
+
+
 def depends_on_length(model: ModelSpec, seq_len: int) -> bool:
     """Whether in sequences of that length tokens are embedded otherwise than in short ones."""
     scaling = dict(model.rope_scaling)
     longer = scaling.get("rope_type") == "longrope" and seq_len > scaling[ORIGINAL]
-    return longer or late_queries(model, seq_len) is not None
+    unrotated = model.floor_scale > 0 and seq_len >= model.floor_scale
+    return longer or unrotated or late_queries(model, seq_len) is not None
 
 
 def rotary_frequencies(model: ModelSpec, seq_len: int) -> Tensor:
@@ -118,7 +128,7 @@ def rotary_frequencies(model: ModelSpec, seq_len: int) -> Tensor:
     if kind == "llama3":
         low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
         turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        keep = ((turns - low) / max(high - low, 1e-6)).clamp(0, 1)  # Llama 4's are the same
         return plain * (keep + (1 - keep) / float(scaling["factor"]))
     if kind == "longrope":
         long = seq_len > scaling["original_max_position_embeddings"]

@@ -30,7 +30,7 @@ from megatrain.layer_parts import gated, mlp_again, norm_beside, opened, rms_nor
 from megatrain.linear import added, linear, linears
 from megatrain.mamba import StateSpace
 from megatrain.pointwise import PLAIN, Pointwise
-from megatrain.rotary import Turns, depends_on_length, sharper_products, turns
+from megatrain.rotary import Turns, depends_on_length, sharper_products, turns, unrotated_queries
 from megatrain.sink import Sink
 from schedules.delta import DeltaNet
 from schedules.errors import InputError
@@ -85,6 +85,8 @@ class Block:
     expansion: what attention reads where it is latent.
     linear: what takes attention's place.
     of_values: what the norm of values multiplies by: ones, [head_dim]; None without such a norm.
+    of_heads: the same of queries and keys, where their norm has no weights.
+    late: what queries are multiplied by that have no rotary embedding, [seq, 1, 1]; None if by 1.
     output_gate: queries are projected with as many numbers more, which gate what attention returns.
     pointwise_again: the outputs of norms and gate are not kept, and backward computes them again.
     mlp_chunk: the MLP keeps its input only, and backward computes it again, that many tokens at a time.
@@ -106,6 +108,8 @@ class Block:
     expansion: Expansion | None = None
     linear: LinearAttention | StateSpace | None = None
     of_values: Tensor | None = None
+    of_heads: Tensor | None = None
+    late: Tensor | None = None
     output_gate: bool = False
     mixture: Mixture | None = None
     pointwise: Pointwise = PLAIN
@@ -120,8 +124,8 @@ class Block:
     @property
     def constants(self) -> tuple[Tensor, ...]:
         mask = () if self.attention.mask is None else (self.attention.mask,)
-        of_values = () if self.of_values is None else (self.of_values,)
-        return (*(self.rotary.tensors if self.rotary else ()), *mask, *of_values)
+        others = (t for t in (self.of_values, self.of_heads, self.late) if t is not None)
+        return (*(self.rotary.tensors if self.rotary else ()), *mask, *others)
 
     def forward(self, params: Mapping[str, Tensor], x: Tensor, *, output: bool = True) -> Tensor:
         """x [batch, seq, hidden] -> the same shape; params as in `ModelSpec.parameter_shapes`.
@@ -257,6 +261,10 @@ class Block:
             q = self._norm(q.view(batch, seq, -1, len(weights[0])), weights[0])
             k = self._norm(k.view(batch, seq, -1, len(weights[1])), weights[1])
         q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in (q, k, v))
+        if self.of_heads is not None:
+            q, k = (self._norm(y, self.of_heads) for y in (q, k))
+        if self.late is not None:
+            q = q * self.late[:seq]
         if self.rotary is not None:
             turns, neighbours = self._turns(seq), self.rotates_neighbours
             q = rotate(q, *turns.of_queries, self.pointwise, neighbours=neighbours)
@@ -348,7 +356,9 @@ def templates(
                 norms=model.norms(i),
                 attends=model.has_attention(i),
                 has_mlp=model.has_mlp(i),
-                of_values=_of_values(model, i, device, dtype),
+                of_values=_ones(model, i, device, dtype) if model.value_norm else None,
+                of_heads=_ones(model, i, device, dtype) if model.unit_qk_norm and model.has_rope(i) else None,
+                late=None if model.has_rope(i) else unrotated_queries(model, seq_len, device, dtype),
                 attention=_attention(model, i, seq_len, device, dtype),
                 linear=_linear(model, i, pointwise),
                 mixture=_mixture(model, pointwise) if model.has_experts(i) else None,
@@ -397,8 +407,8 @@ def _require_flash(model: ModelSpec, i: int, device: torch.device, what: str) ->
         )
 
 
-def _of_values(model: ModelSpec, i: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    return torch.ones(model.heads(i).dim, device=device, dtype=dtype) if model.value_norm else None
+def _ones(model: ModelSpec, i: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.ones(model.heads(i).dim, device=device, dtype=dtype)
 
 
 def _linear(model: ModelSpec, i: int, pointwise: Pointwise) -> LinearAttention | StateSpace | None:
@@ -419,6 +429,8 @@ def _mixture(model: ModelSpec, pointwise: Pointwise) -> Mixture:
         chosen_groups=model.topk_group,
         wide=model.experts.wide_router,
         interleaved=model.experts.as_in_gpt_oss,
+        in_out=model.experts.in_out,
+        weights_inputs=model.experts.weights_inputs,
         hidden_act=model.hidden_act,
         gated=model.gated_mlp,
         latent=model.moe_latent_size > 0,

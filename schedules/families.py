@@ -86,6 +86,31 @@ FAMILIES: dict[str, Family] = {
         biases=("attention_bias", "mlp_bias"),
         kv_for_each=True,
     ),
+    "Llama4ForCausalLM": Family(
+        model_type="llama4_text",
+        defaults={
+            "max_position_embeddings": 131072,
+            "head_dim": 128,
+            "rope_theta": 500000.0,
+            "rms_norm_eps": 1e-5,
+            "no_rope_layer_interval": 4,
+            "attn_scale": 0.1,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+        },
+        fixed={"rope_interleave": True, "sigmoid_router": True, "norm_topk_prob": False, "n_shared_experts": 1},
+        biases=("attention_bias",),
+        rotated="listed",
+        modules={"mlp.shared_experts": "feed_forward.shared_expert", "mlp": "feed_forward"},
+        experts=Experts(
+            count="num_local_experts",
+            router="mlp.router",
+            correction=None,
+            stacked=True,
+            in_out=True,
+            weights_inputs=True,
+        ),
+    ),
     "MistralForCausalLM": Family(
         model_type="mistral",
         defaults={"max_position_embeddings": 131072, "sliding_window": 4096},
@@ -231,7 +256,9 @@ FAMILIES: dict[str, Family] = {
         fixed={"attention_sinks": True, "router_bias": True, "expert_bias": True},
         biases=("attention_bias",),
         windows="some",
-        experts=Experts(count="num_local_experts", width="intermediate_size", router="mlp.router", as_in_gpt_oss=True),
+        experts=Experts(
+            count="num_local_experts", width="intermediate_size", router="mlp.router", in_out=True, as_in_gpt_oss=True
+        ),
     ),
     "MiniMaxM2ForCausalLM": Family(
         model_type="minimax_m2",

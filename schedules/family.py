@@ -26,9 +26,12 @@ class Experts:
     place, matrices: where files have them within a block, and what they call gate, up and down of each.
     stacked: published with all experts' matrices in one tensor.
     in_files: what files call a part of a name, where they do not have a block's modules by these.
-    correction: where the bias lies by which experts are chosen, in files `correction_in_files` where that differs; a
+    correction: where the bias lies by which experts are chosen, None where sigmoids have none, in files
+        `correction_in_files` where that differs; a
         `correction_row` is a matrix of one row there.
-    as_in_gpt_oss: the gate is called a router, matrices are (in, out), and columns of gate and up alternate.
+    in_out: matrices are (in, out).
+    as_in_gpt_oss: the gate is called a router, and columns of gate and up alternate.
+    weights_inputs: what an expert is given is multiplied by its weight, not what it returns.
     """
 
     count: str = "num_experts"
@@ -47,10 +50,12 @@ class Experts:
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked: bool = False
     in_files: Mapping[str, str] = field(default_factory=dict)
-    correction: str = "mlp.gate"
+    correction: str | None = "mlp.gate"
     correction_in_files: str | None = None
     correction_row: bool = False
+    in_out: bool = False
     as_in_gpt_oss: bool = False
+    weights_inputs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

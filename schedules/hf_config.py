@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from schedules import hf_llama4
 from schedules.families import ENCODER_DECODERS, ENCODERS, FAMILIES, MODEL_TYPES, MULTIPLIERS
 from schedules.family import Family
 from schedules.hf_experts import read_experts, written_experts
@@ -48,6 +49,7 @@ NOT_DONE = {
 NO_LIMITS = [0.0, math.inf], [0.0, {"__float__": "Infinity"}]  # of steps: as configs say so, and transformers writes it
 OF_IMAGES = "vision"  # a value of use_bidirectional_attention, which concerns no text
 AS_STATED = (*MULTIPLIERS, "query_pre_attn_scalar", "index_topk")  # fields of some families
+OF_LLAMA4 = ("unit_qk_norm", "attention_chunk_size", "floor_scale", "attn_scale")
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
 # Fields without a default, whose names are ours as well.
@@ -66,6 +68,8 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         config = {**config, "attention_bias": config["qkv_bias"]}
     if architecture == NEMOTRON:
         config = with_usual_names(config, name)
+    if architecture == hf_llama4.ARCHITECTURE:
+        config = hf_llama4.with_usual_names(config, name)
     family = FAMILIES[architecture]
     settings = dict(family.defaults)
     # an explicit null means "the default" for most fields, but "none" for these
@@ -96,6 +100,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         settings, local = split_ropes(settings, name)
     theta, scaling = read_rope(architecture, settings, name)
     blocks = require_few_blocks(need("num_hidden_layers"), name)
+    listed_mlps = architecture in (NEMOTRON, hf_llama4.ARCHITECTURE)
     rotated = _rotated(architecture, settings, blocks, name)
     windows = _windows(architecture, settings, rotated or (1,) * blocks, name)
     return {
@@ -124,7 +129,8 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
             else {}
         ),
         **{key: settings[key] for key in AS_STATED if key in family.defaults},
-        **({"mlp_layer_types": tuple(settings["mlp_layer_types"])} if family.branches_apart else {}),
+        **({"mlp_layer_types": tuple(settings["mlp_layer_types"])} if listed_mlps else {}),
+        **({key: settings[key] for key in OF_LLAMA4} if architecture == hf_llama4.ARCHITECTURE else {}),
         "no_rope_layers": rotated,
         "partial_rotary_factor": partial_factor(architecture, settings, name),
     }
@@ -213,6 +219,10 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     if family.latent:
         config |= {key: spec[key] for key in WIDTHS} | {"q_lora_rank": spec.get("q_lora_rank")}
         del config["head_dim"]
+    if architecture == hf_llama4.ARCHITECTURE:
+        usual = {"unit_qk_norm": False, "attention_chunk_size": 0, "floor_scale": 0, "attn_scale": 0.1}
+        own = {"mlp_layer_types": spec.get("mlp_layer_types"), **{key: spec.get(key, usual[key]) for key in usual}}
+        return hf_llama4.with_own_names({**config, **own}, spec["num_hidden_layers"])
     if architecture == NEMOTRON:
         return with_own_names({**config, "mlp_layer_types": spec["mlp_layer_types"]})
     return config

@@ -51,7 +51,8 @@ _LATER = (
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
     "shared_expert_gate", "fused_gate_up", "rope_interleave", "global_head_dim", "num_global_key_value_heads",
     "attention_k_eq_v", "value_norm", "layer_scalar", "final_logit_softcapping", "mlp_layer_types", "gated_mlp",
-    "moe_latent_size", "mamba_dt_min", "index_topk", "corrected_softmax", *OF_MAMBA, *MULTIPLIERS,
+    "moe_latent_size", "mamba_dt_min", "index_topk", "corrected_softmax", "unit_qk_norm",
+    "attention_chunk_size", "floor_scale", "attn_scale", *OF_MAMBA, *MULTIPLIERS,
 )  # fmt: skip
 
 
@@ -101,7 +102,10 @@ class ModelSpec:
     them. With a `moe_latent_size` experts are given that many numbers, and return as many: one projection makes them,
     another a hidden state of what they add up to. Steps of a state space are no less than `mamba_dt_min`. With an
     `index_topk` a token attends to that many tokens, which a small network chooses: to all before it in sequences of no
-    more, and no others can be trained. Raises ModelError when a value has no meaning.
+    more, and no others can be trained; with an `attention_chunk_size` it attends to those of its chunk of so many, and
+    the same holds. With `unit_qk_norm` queries and keys of blocks with rotary embedding have an RMSNorm without a
+    weight. With a `floor_scale` queries of blocks without it grow, by `attn_scale` times the logarithm of 1 + how often
+    their position has passed that. Raises ModelError when a value has no meaning.
     """
 
     name: str
@@ -183,6 +187,10 @@ class ModelSpec:
     mamba_dt_min: float | None = None
     index_topk: int = 0
     corrected_softmax: bool = False
+    unit_qk_norm: bool = False
+    attention_chunk_size: int = 0
+    floor_scale: int = 0
+    attn_scale: float = 0.1
 
     def __post_init__(self) -> None:
         require_meaning(self)
@@ -294,6 +302,10 @@ class ModelSpec:
     def has_rope(self, i: int) -> bool:
         """Whether block i has rotary embedding."""
         return not self.no_rope_layers or bool(self.no_rope_layers[i])
+
+    def has_qk_norm(self, i: int) -> bool:
+        """Whether queries and keys of block i have a norm, with weights or without."""
+        return self.qk_norm or (self.unit_qk_norm and self.has_rope(i))
 
     def has_attention(self, i: int) -> bool:
         """Whether layer i has attention, or what takes its place, if it is a block."""
@@ -408,17 +420,24 @@ class ModelSpec:
 
     def unmet_length(self, seq_len: int) -> str | None:
         """Why the model cannot be trained on sequences of so many tokens; None if it can be."""
-        if not self.index_topk or seq_len <= self.index_topk:
+        if self.longest_sequence is None or seq_len <= self.longest_sequence:
             return None
+        some, lacking = f"{self.index_topk:,} chosen ones", "choosing"
+        if not self.index_topk:
+            some, lacking = f"those of its chunk of {self.attention_chunk_size:,} alone", "attention in chunks"
         return (
-            f"{self.name}: a token of a sequence of {seq_len:,} would attend to {self.index_topk:,} chosen ones, and "
-            "choosing is not supported"
+            f"{self.name}: a token of a sequence of {seq_len:,} would attend to {some}, and {lacking} is not supported"
         )
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """How many tokens a sequence may have for each to attend to all before it; None if any number."""
+        return self.index_topk or self.attention_chunk_size or None
 
     def require_length(self, seq_len: int) -> None:
         """Raises ModelError where the model cannot be trained on sequences of so many tokens."""
         if unmet := self.unmet_length(seq_len):
-            raise ModelError(f"{unmet}: give sequences of at most {self.index_topk:,}")
+            raise ModelError(f"{unmet}: give sequences of at most {self.longest_sequence:,}")
 
     def is_block(self, i: int) -> bool:
         """Whether layer i is a decoder block. Raises ModelError when there is no layer i."""
@@ -469,7 +488,7 @@ class ModelSpec:
     @property
     def score_correction(self) -> str | None:
         """The parameter that is added to experts' scores where they are chosen; None where there is none."""
-        if not (self.sigmoid_router or self.corrected_softmax):
+        if self.experts.correction is None or not (self.sigmoid_router or self.corrected_softmax):
             return None
         return f"{self.experts.correction}.{parameters.CORRECTION}"
 

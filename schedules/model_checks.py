@@ -27,7 +27,7 @@ _MAY_BE_NONE = (  # counts that may be 0
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
     "global_head_dim", "num_global_key_value_heads", "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state",
-    "mamba_d_conv", "moe_latent_size", "index_topk",
+    "mamba_d_conv", "moe_latent_size", "index_topk", "attention_chunk_size", "floor_scale",
 )  # fmt: skip
 # What a state space needs.
 OF_MAMBA = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
@@ -191,7 +191,7 @@ def _check_latent(model: ModelSpec) -> None:
     others = (
         "attention_bias", "attention_out_bias", "qk_norm", "attention_sinks", "fused_projections", "sliding_window",
         "no_rope_layers", "query_pre_attn_scalar", "attn_output_gate", "rope_interleave", "attention_multiplier",
-        "value_norm",
+        "value_norm", "unit_qk_norm", "attention_chunk_size", "floor_scale",
     )  # fmt: skip
     _refuse(model, "latent attention", others)
     if model.partial_rotary_factor != 1:
@@ -220,6 +220,8 @@ def _check_attention(model: ModelSpec) -> None:
             )
     if SLIDING in model.layer_types and model.sliding_window is None:
         raise ModelError(f"{model.name}: layer_types asks for sliding attention without a sliding_window")
+    if model.unit_qk_norm and model.qk_norm:
+        raise ModelError(f"{model.name}: unit_qk_norm beside qk_norm is not supported")
     _check_branches(model)
     _check_linear(model)
     _check_global(model)
@@ -341,8 +343,8 @@ def check_rope(
         for key in found:
             if not positive(pairs[key]):
                 raise ModelError(f"{name}: rope_scaling's {key} must be a positive finite number, not {pairs[key]!r}")
-    if kind == "llama3" and pairs["high_freq_factor"] <= pairs["low_freq_factor"]:
-        raise ModelError(f"{name}: rope_scaling's high_freq_factor must be above its low_freq_factor")
+    if kind == "llama3" and pairs["high_freq_factor"] < pairs["low_freq_factor"]:
+        raise ModelError(f"{name}: rope_scaling's high_freq_factor must not be below its low_freq_factor")
 
 
 def require_few_blocks(value: Any, name: str) -> int:

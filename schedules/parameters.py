@@ -88,8 +88,7 @@ def _of_mlp(model: ModelSpec, place: str, f: int) -> Shapes:
 
 def _of_experts(model: ModelSpec) -> Shapes:
     n, h, f, wide = model.num_experts, model.hidden_size, model.moe_intermediate_size, model.expert_input
-    # gpt-oss calls its gate a router and stores expert matrices as (in, out), the others as (out, in)
-    transposed = model.experts.as_in_gpt_oss
+    transposed = model.experts.in_out
     router, modules = model.experts.router, model.experts.modules
     shapes: Shapes = {f"{router}.weight": (n, h)}
     if model.router_bias:

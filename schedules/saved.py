@@ -18,7 +18,7 @@ def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
       h        normalised input, read by the q, k, v projections; unless computed again; with pre_norm only
       q + k + v  queries and keys after rotary and values, read by attention
       a        attention output, read by attention's backward and by the o projection
-      q + k    queries and keys before their norm, with qk_norm only; values, too, with value_norm, if apart
+      q + k    queries and keys before their norm, with a norm of these only; values, too, with value_norm, if apart
       2a       the gate of attention's output, and what it lets through, unless computed again
       of a recurrence in place of these what its convolution mixes, what its gates are made of, what it returns, what
                gates that, and the product of the two, unless computed again
@@ -31,9 +31,9 @@ def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
       k h      copies of that, one per choice, with experts only; unless computed again or experts are frozen
       3f       gate, up, and their product, shared experts' too, without a gate 2f; f less if the product is computed
                again, that of frozen experts less, none if all is
-      k h      the experts' outputs, weighted by the router, with experts only; of a latent vector in place of h these
-               two, and what they add up to, and if the copies are computed again what they are of, unless experts are
-               frozen
+      k h      the experts' outputs, if weighted by the router, with experts only; of a latent vector in place of h
+               these two, and what they add up to, and if the copies are computed again what they are of, unless
+               experts are frozen
       h + 1    the shared experts' output and its gate, with a shared_expert_gate only
       3h       with experts beside an MLP what the two return, before their norms, and what the router is given,
                normalised, unless it is frozen or that is computed again
@@ -51,7 +51,8 @@ def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
     elements += {"none": model.mlp_matrices, "pointwise": model.mlp_matrices - 1, "mlp": 0}[workload.recompute] * f
     words += model.branches(i) * (model.pre_norm + model.post_norm)
     if model.pre_norm and workload.recompute == "none":
-        by_router_alone = model.has_experts(i) and not (model.n_shared_experts or model.moe_latent_size)
+        by_others = model.n_shared_experts or model.moe_latent_size or model.experts.weights_inputs
+        by_router_alone = model.has_experts(i) and not by_others
         elements += (model.branches(i) - (by_router_alone and workload.lora_rank is not None)) * h
     if model.post_norm:
         elements += 2 * h
@@ -60,7 +61,8 @@ def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
         words += 4
     if model.has_experts(i):
         frozen, all_kept = workload.lora_rank is not None, workload.recompute == "none"
-        elements += (2 if all_kept and not frozen else 1) * k * model.expert_input
+        of_choice = (all_kept and not frozen) + (not model.experts.weights_inputs)
+        elements += of_choice * k * model.expert_input
         elements -= f - model.shared_width if all_kept and frozen else 0
         elements += (1 if all_kept or frozen else 2) * model.moe_latent_size
         elements += h + 1 if model.shared_expert_gate else 0
@@ -82,7 +84,7 @@ def _kept_by_attention(model: ModelSpec, i: int, workload: Workload) -> tuple[in
     heads = model.heads(i)
     q, k, v = heads.q_width, heads.k_width, heads.v_width
     elements, words = q + k + v + heads.attended_width + heads.gate_width * (1 + all_kept), heads.count
-    if model.qk_norm:
+    if model.has_qk_norm(i):
         elements += q + k
         words += 2 if model.qk_norm_all_heads else heads.count + heads.of_keys
     if model.value_norm:

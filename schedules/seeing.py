@@ -45,6 +45,17 @@ SEEING: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     ),
     "Gemma4ForConditionalGeneration": ({"gemma4_text": "Gemma4ForCausalLM"}, _GEMMA4),
     "Gemma4UnifiedForConditionalGeneration": ({"gemma4_unified_text": "Gemma4UnifiedForCausalLM"}, _GEMMA4),
+    "Llama4ForConditionalGeneration": (
+        {"llama4_text": "Llama4ForCausalLM"},
+        {
+            "vocab_size": 202048,
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+        },
+    ),
     "Mistral3ForConditionalGeneration": (
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM"},
         {},
@@ -152,6 +163,7 @@ SEEING: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 }
 # Published with what their language model is beside what the rest is, not apart.
 FLAT = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+APART = ("Llama4ForConditionalGeneration",)  # with their language model as a whole, its head included
 OF_IMAGES = ("mrope_section", "mrope_interleaved")  # which pairs turn by which of an image patch's three positions
 
 
@@ -175,8 +187,8 @@ def language_model(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     kind = text.get("model_type", first)
     if not isinstance(kind, str) or (architecture := known.get(kind)) is None:
         raise ModelError(f"{name}: a {found} whose language model is of model_type {kind!r} is not supported")
-    tied = config.get("tie_word_embeddings")  # which counts before the text's
-    if tied is not None:
+    tied = config.get("tie_word_embeddings")  # which counts before the text's, unless that is a whole model
+    if tied is not None and found not in APART:
         text = {**text, "tie_word_embeddings": tied}
     ropes = {key: _of_text(text[key]) for key in ("rope_parameters", "rope_scaling") if key in text}
     return {**silent, **text, **ropes, "architectures": [architecture]}

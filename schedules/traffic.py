@@ -206,7 +206,7 @@ def _normed_in_attention(model: ModelSpec, i: int) -> int:
         return model.latent.normed
     heads = model.heads(i)
     of_values = heads.v_width if model.value_norm else 0
-    return of_values + (heads.q_width + heads.k_width if model.qk_norm else 0)
+    return of_values + (heads.q_width + heads.k_width if model.has_qk_norm(i) else 0)
 
 
 def _turned_elements(model: ModelSpec, i: int) -> tuple[int, int]:

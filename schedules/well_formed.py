@@ -30,7 +30,7 @@ def malformed(schedule: Schedule) -> Iterator[Violation]:
         yield _wrong(None, unmet, "leave out matmul")
         return
     if unmet := schedule.model.unmet_length(schedule.workload.seq_len):
-        yield _wrong(None, unmet, f"give sequences of at most {schedule.model.index_topk:,}")
+        yield _wrong(None, unmet, f"give sequences of at most {schedule.model.longest_sequence:,}")
         return
     yield from _ops_named_once(schedule)
     yield from _sized_buffers(schedule)

@@ -196,7 +196,7 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
         return max(of_mlp, tokens * h * a + chunks)
     attention = (h if model.pre_norm else 0) * a + _attention_bytes(model, i, workload)
     of_norms = (6 if model.post_norm else 5) * h * a
-    if model.qk_norm and model.recurrence(i) is None:
+    if model.has_qk_norm(i) and model.recurrence(i) is None:
         heads = model.heads(i)
         given = h + heads.q_width + heads.gate_width + heads.k_width + heads.v_width
         given += heads.v_width if model.value_norm and not heads.values_are_keys else 0

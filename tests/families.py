@@ -104,6 +104,22 @@ GLM4_MOE = replace(
     head_dim=16,
     partial_rotary_factor=0.5,
 )
+LLAMA4 = replace(
+    MOE,
+    architecture="Llama4ForCausalLM",
+    num_hidden_layers=3,
+    num_experts_per_tok=1,
+    n_shared_experts=1,
+    sigmoid_router=True,
+    norm_topk_prob=False,
+    qk_norm=False,
+    unit_qk_norm=True,
+    rope_interleave=True,
+    no_rope_layers=(1, 0, 1),
+    attention_chunk_size=32,
+    floor_scale=64,
+    rope_scaling=tuple(sorted({**dict(LLAMA3), "high_freq_factor": 1.0}.items())),
+)
 EXAONE4 = replace(
     TINY,
     architecture="Exaone4ForCausalLM",
@@ -394,6 +410,11 @@ MODELS = {
         n_shared_experts=2,
         first_k_dense_replace=2,
     ),
+    "llama-4": LLAMA4,
+    "llama-4, some dense": replace(
+        LLAMA4, mlp_layer_types=("dense", "sparse", "dense"), unit_qk_norm=False, num_experts_per_tok=2
+    ),
+    "llama-4, of late queries": replace(LLAMA4, floor_scale=5, attn_scale=0.5, attention_chunk_size=0),
     "ernie-4.5": replace(TINY, architecture="Ernie4_5ForCausalLM", rope_interleave=True),
     "ernie-4.5-moe": replace(
         GLM4_MOE,

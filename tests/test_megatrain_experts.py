@@ -243,6 +243,7 @@ def test_compiled_experts_compute_as_plain_ones(name: str) -> None:
             chosen=2,
             normalised=True,
             interleaved=name == "gpt-oss",
+            in_out=name == "gpt-oss",
             router=model.experts.router,
             pointwise=pointwise,
         )

@@ -120,6 +120,8 @@ ROUNDED = {
     "nemotron-3-ultra-550b-a55b": 550e9,
     "glm-5": 744e9,  # with indexers
     "hy3-preview": 295e9,
+    "llama-4-scout-109b-a17b": 109e9,  # with what sees images
+    "llama-4-maverick-400b-a17b": 400e9,
     "ernie-4.5-21b-a3b": 21.8e9,
     "ernie-4.5-300b-a47b": 300e9,
     "glm-4-9b-0414": 9.4e9,
@@ -601,7 +603,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({"architectures": ["T5ForConditionalGeneration"]}, "is an encoder-decoder"),
         ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM is not supported; supported are Llama"),
         ({"architectures": None}, "must name one class in 'architectures'"),
-        ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are llama, mis"),
+        (
+            {"architectures": None, "model_type": "gpt2"},
+            "model_type 'gpt2' is not supported; supported are llama, llama4_text, mis",
+        ),
         ({"vocab_size": None}, "lacks 'vocab_size'"),
         ({**GPT_OSS, "swiglu_limit": 1.0}, "swiglu_limit must be 7.0, as gpt-oss' released models have it, not 1.0"),
         ({**GPT_OSS, "swiglu_alpha": 2}, "swiglu_alpha must be 1.702"),
@@ -622,7 +627,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling of type 'linear' lacks 'factor'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "type 'llama3' lacks 'low_freq_factor'"),
-        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1}}, "high_freq_factor must be above its low_freq_factor"),
+        (
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 0.5}},
+            "high_freq_factor must not be below its low_freq_factor",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": NAN}}, "factor must be a positive finite number, not nan"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": "32"}}, "beta_fast must be a positive"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}, "rope_theta": 1}, "rope_theta must be above 1 where"),
@@ -1104,6 +1112,8 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
     if ours.num_experts and known is not None and known.shared_width is not None:
         alike.remove("n_shared_experts")
         assert ours.shared_width == getattr(theirs, known.shared_width)
+    if "n_shared_experts" in FAMILIES[architecture].fixed:
+        alike.remove("n_shared_experts")
     called = {} if known is None else {"routed_scaling_factor": known.scaling, "n_shared_experts": known.shared}
     for field in alike:
         said = called.get(field) or field
@@ -1286,6 +1296,13 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
             {"rope_scaling": None} if model.rope_scaling else {"rope_theta": 1e4},
         ],
         "DeepseekV32ForCausalLM": [{"index_topk": 64}, {"q_lora_rank": 7}, {"n_group": 4, "topk_group": 1}],
+        "Llama4ForCausalLM": [
+            {"moe_layers": [0, 2]},
+            {"interleave_moe_layer_step": 3, "moe_layers": None},
+            {"attention_chunk_size": None, "attn_temperature_tuning": False},
+            {"use_qk_norm": not model.unit_qk_norm},
+            {"no_rope_layers": [], "floor_scale": 4096, "attn_scale": 0.2},
+        ],
         "Ernie4_5_MoeForCausalLM": [
             {"moe_layer_start_index": 2},
             {"moe_num_shared_experts": 1},
@@ -1411,6 +1428,8 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "deepseek-v3.2",
         "glm-5",
         "hy3-preview",
+        "llama-4-scout-109b-a17b",
+        "llama-4-maverick-400b-a17b",
         "ernie-4.5-21b-a3b",
         "ernie-4.5-300b-a47b",
         "seed-oss-36b",

@@ -46,6 +46,17 @@ def test_the_longest_sequence_that_can_be_trained_is_no_longer() -> None:
     assert longest_sequence(MODEL, machine, SHORT) == 0, "it is a multiple of 1,024"
 
 
+def test_attention_in_chunks_is_for_sequences_of_one_chunk() -> None:
+    model = MODELS["llama-4"]
+    verify(policies.build("streamed", model, SHORT, ROOM))
+    told = (
+        "of a sequence of 33 would attend to those of its chunk of 32 alone, and attention in chunks is not supported"
+    )
+    with pytest.raises(ModelError, match=f"{told}: give sequences of at most 32"):
+        policies.build("streamed", model, LONG, ROOM)
+    verify(policies.build("streamed", replace(model, attention_chunk_size=0), LONG, ROOM))
+
+
 def test_attention_costs_what_it_does_without_choosing() -> None:
     all_of_them = replace(MODEL, architecture="DeepseekV3ForCausalLM", index_topk=0)
     assert attention_flops(MODEL, 1, SHORT) == attention_flops(all_of_them, 1, SHORT) > 0

@@ -13,7 +13,7 @@ from megatrain.cli.bars import stages
 from megatrain.cli.options import Json, Set, machine_of, print_json, require_outputs
 from schedules.delta import DeltaNet
 from schedules.errors import InputError
-from schedules.model_checks import NONE
+from schedules.model_checks import DENSE, NONE
 
 if TYPE_CHECKING:
     from schedules.model import ModelSpec
@@ -88,6 +88,8 @@ def _shape(spec: ModelSpec) -> list[list[str]]:
     blocks = ", ".join(f"{count} of {params:,}" for params, count in sizes.items()) + " parameters"
     if dense := spec.first_k_dense_replace:
         blocks += f", the first {dense} without experts"
+    elif spec.num_experts and (dense := spec.mlp_layer_types.count(DENSE)):
+        blocks += f", {dense} without experts"
     heads = f"{spec.num_attention_heads} query heads, {spec.num_key_value_heads} key and value heads of {spec.head_dim}"
     if spec.global_head_dim:
         heads += f"; without a window {spec.num_global_key_value_heads} of {spec.global_head_dim}"
@@ -107,7 +109,7 @@ def _shape(spec: ModelSpec) -> list[list[str]]:
             each = f"{of.heads} heads of {of.head_dim}{groups}, states of {of.state_dim}"
         what = "linear attention" if isinstance(of, DeltaNet) else "state spaces"
         linear = [[what, f"in {len(recurrences)} blocks: {each}"]]
-    chosen = f"to {spec.index_topk:,} tokens: sequences of more are not trained"
+    chosen = f"to {spec.longest_sequence:,} tokens: sequences of more are not trained"
     return [
         ["parameters", f"{spec.total_params:,}"],
         ["blocks", blocks],
@@ -122,6 +124,7 @@ def _shape(spec: ModelSpec) -> list[list[str]]:
         ["head", "the embedding's" if spec.tie_word_embeddings else f"{spec.params(spec.head):,} parameters"],
         ["longest sequence", f"{spec.max_position_embeddings:,} tokens"],
         *([["sparse attention", chosen]] if spec.index_topk else []),
+        *([["attention in chunks", chosen]] if spec.attention_chunk_size else []),
     ]
 
 

@@ -166,7 +166,7 @@ def usual_length(target: str, most: int) -> int:
     if is_schedule(target):
         return most
     model = presets.load(target)
-    return min(most, model.max_position_embeddings, model.index_topk or most)
+    return min(most, model.max_position_embeddings, model.longest_sequence or most)
 
 
 def note_length(model: ModelSpec, seq_len: int) -> None:
