@@ -48,8 +48,8 @@ NOT_DONE = {
 }
 NO_LIMITS = [0.0, math.inf], [0.0, {"__float__": "Infinity"}]  # of steps: as configs say so, and transformers writes it
 OF_IMAGES = "vision"  # a value of use_bidirectional_attention, which concerns no text
-AS_STATED = (*MULTIPLIERS, "query_pre_attn_scalar", "index_topk")  # fields of some families
 OF_LLAMA4 = ("unit_qk_norm", "attention_chunk_size", "floor_scale", "attn_scale")
+AS_STATED = (*MULTIPLIERS, "query_pre_attn_scalar", "index_topk", *OF_LLAMA4)  # fields of some families
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
 # Fields without a default, whose names are ours as well.
@@ -130,7 +130,6 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         ),
         **{key: settings[key] for key in AS_STATED if key in family.defaults},
         **({"mlp_layer_types": tuple(settings["mlp_layer_types"])} if listed_mlps else {}),
-        **({key: settings[key] for key in OF_LLAMA4} if architecture == hf_llama4.ARCHITECTURE else {}),
         "no_rope_layers": rotated,
         "partial_rotary_factor": partial_factor(architecture, settings, name),
     }
@@ -220,9 +219,7 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         config |= {key: spec[key] for key in WIDTHS} | {"q_lora_rank": spec.get("q_lora_rank")}
         del config["head_dim"]
     if architecture == hf_llama4.ARCHITECTURE:
-        usual = {"unit_qk_norm": False, "attention_chunk_size": 0, "floor_scale": 0, "attn_scale": 0.1}
-        own = {"mlp_layer_types": spec.get("mlp_layer_types"), **{key: spec.get(key, usual[key]) for key in usual}}
-        return hf_llama4.with_own_names({**config, **own}, spec["num_hidden_layers"])
+        return hf_llama4.with_own_names(config, spec)
     if architecture == NEMOTRON:
         return with_own_names({**config, "mlp_layer_types": spec["mlp_layer_types"]})
     return config

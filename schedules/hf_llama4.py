@@ -17,10 +17,8 @@ def with_usual_names(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     these are it lists, or states how many there are from one with experts to the next. Raises ModelError for what no
     block does.
     """
-    settings: dict[str, Any] = {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 16384, "use_qk_norm": True}
-    settings |= {"attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192}
-    none = ("attention_chunk_size",)  # of which null means that there is none
-    settings |= {key: value for key, value in config.items() if value is not None or key in none}
+    settings: dict[str, Any] = {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 16384}
+    settings |= {key: value for key, value in config.items() if value is not None}
     for key in ("num_hidden_layers", "intermediate_size"):
         if key not in settings:
             raise ModelError(f"{name}: the config lacks {key!r}, which {ARCHITECTURE} needs")
@@ -32,29 +30,32 @@ def with_usual_names(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise ModelError(f"{name}: moe_layers must list blocks, not {listed!r}")
     types = [SPARSE if i in listed else DENSE for i in blocks]
     not_ours = ("layer_types", "moe_layers", *(["no_rope_layers"] if not settings.get("no_rope_layers") else []))
-    rest = {key: value for key, value in settings.items() if key not in not_ours}
-    return {
-        **rest,
+    found = {key: value for key, value in settings.items() if key not in not_ours}
+    if "use_qk_norm" in settings:
+        found["unit_qk_norm"] = settings["use_qk_norm"]
+    if "attention_chunk_size" in config:
+        found["attention_chunk_size"] = config["attention_chunk_size"] or 0
+    if not settings.get("attn_temperature_tuning", True):
+        found["floor_scale"] = 0
+    return found | {
         "intermediate_size": settings["intermediate_size_mlp"],
         "moe_intermediate_size": settings["intermediate_size"],
         "mlp_layer_types": types if DENSE in types else [],
-        "unit_qk_norm": settings["use_qk_norm"],
-        "attention_chunk_size": settings["attention_chunk_size"] or 0,
-        "floor_scale": settings["floor_scale"] if settings["attn_temperature_tuning"] else 0,
     }
 
 
-def with_own_names(config: Mapping[str, Any], blocks: int) -> dict[str, Any]:
-    """The inverse: what its own code reads, and transformers."""
-    types = config["mlp_layer_types"] or [SPARSE] * blocks
-    own = ("mlp_layer_types", "moe_intermediate_size", "unit_qk_norm")
+def with_own_names(config: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse, of a model that is given as ModelSpec.to_dict has it: what its own code reads, and transformers."""
+    types = spec.get("mlp_layer_types") or [SPARSE] * spec["num_hidden_layers"]
+    floor = spec.get("floor_scale", 0)
     return {
-        **{key: value for key, value in config.items() if key not in own},
+        **{key: value for key, value in config.items() if key != "moe_intermediate_size"},
         "intermediate_size": config["moe_intermediate_size"],
         "intermediate_size_mlp": config["intermediate_size"],
         "moe_layers": [i for i, kind in enumerate(types) if kind == SPARSE],
-        "use_qk_norm": config["unit_qk_norm"],
-        "attention_chunk_size": config["attention_chunk_size"] or None,
-        "attn_temperature_tuning": config["floor_scale"] > 0,
-        "floor_scale": config["floor_scale"] or 8192,
+        "use_qk_norm": spec.get("unit_qk_norm", False),
+        "attention_chunk_size": spec.get("attention_chunk_size"),
+        "attn_temperature_tuning": floor > 0,
+        "floor_scale": floor or 8192,
+        "attn_scale": spec.get("attn_scale", 0.1),
     }
