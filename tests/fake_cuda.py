@@ -230,7 +230,8 @@ class Some(RandomTokens):
 
 
 QUANTISED = ("lora_streamed quantised=nf4", "lora_streamed quantised=nf4 whole=matrices", "flexgen_block quantised=nf4")
-POLICIES = [*policies.names(), *QUANTISED]
+CARRIED = ("streamed through=2 parts=2", "streamed through=1 hold=2 order=microbatches")  # where gradients are clipped
+POLICIES = [*policies.names(), *QUANTISED, *CARRIED]
 
 
 def built(policy: str, model: ModelSpec, workload: Workload) -> Schedule:

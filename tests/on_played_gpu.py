@@ -20,7 +20,7 @@ import played_gpu
 import pytest
 import rehearsal
 import torch
-from fake_cuda import POLICIES, WORKLOAD, Some, built, trainer
+from fake_cuda import CARRIED, POLICIES, WORKLOAD, Some, built, trainer
 from families import MODELS, QWEN3_5
 from gpu_case import Case
 from hand_written import WRITERS, small
@@ -181,7 +181,7 @@ def test_every_schedule_can_be_captured(name: str, tmp_path: Path) -> None:
     assert played_gpu.count("graphs") > 0 or name == "moved_out"  # whose activations are copied, those of every block
 
 
-@pytest.mark.parametrize("name", ["streamed", "zero_infinity", "lora_streamed quantised=nf4"])
+@pytest.mark.parametrize("name", ["streamed", "zero_infinity", "lora_streamed quantised=nf4", *CARRIED])
 def test_a_text_is_evaluated_between_steps(name: str, tmp_path: Path) -> None:
     schedule = schedule_of(name)
     with trainer(schedule, CudaBackend(), nvme=tmp_path) as run:

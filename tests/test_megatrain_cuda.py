@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import (
+    CARRIED,
     FAST,
     MODEL,
     POLICIES,
@@ -156,7 +157,8 @@ def test_training_through_the_backend_is_training(gpu: FakeGpu, writer: str) -> 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_runs_unchanged(gpu: FakeGpu, policy: str, tmp_path: Path) -> None:
-    schedule = built(policy, MODEL, dataclasses.replace(WORKLOAD, grad_clip=None))
+    schedule = built(policy, MODEL, WORKLOAD if policy in CARRIED else dataclasses.replace(WORKLOAD, grad_clip=None))
+    assert bool(verify(schedule).carried) == (policy in CARRIED)
     right = result(schedule, CpuBackend(), nvme=tmp_path)[0]
     for debug in (Debug(poison=False), Debug(poison=True)):
         assert result(schedule, FakeBackend(gpu), nvme=tmp_path, debug=debug)[0] == right
@@ -1085,7 +1087,7 @@ def test_gpu_trains_as_the_cpu_does(name: str, tmp_path: Path) -> None:
 
 
 @real
-@pytest.mark.parametrize("name", ["streamed", "zero_infinity", "lora_streamed quantised=nf4"])
+@pytest.mark.parametrize("name", ["streamed", "zero_infinity", "lora_streamed quantised=nf4", *CARRIED])
 def test_gpu_evaluates_between_steps_as_the_cpu_does(name: str, tmp_path: Path) -> None:
     schedule = built(name, small(blocks=4), REAL)
     found = []

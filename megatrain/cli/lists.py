@@ -109,7 +109,10 @@ def _shape(spec: ModelSpec) -> list[list[str]]:
             each = f"{of.heads} heads of {of.head_dim}{groups}, states of {of.state_dim}"
         what = "linear attention" if isinstance(of, DeltaNet) else "state spaces"
         linear = [[what, f"in {len(recurrences)} blocks: {each}"]]
-    chosen = f"to {spec.longest_sequence:,} tokens: sequences of more are not trained"
+    some = []
+    if longest := spec.longest_sequence:
+        what = "sparse attention" if spec.index_topk else "attention in chunks"
+        some = [[what, f"to {longest:,} tokens: sequences of more are not trained"]]
     return [
         ["parameters", f"{spec.total_params:,}"],
         ["blocks", blocks],
@@ -123,8 +126,7 @@ def _shape(spec: ModelSpec) -> list[list[str]]:
         ["embedding", f"{spec.params(spec.embed):,} parameters"],
         ["head", "the embedding's" if spec.tie_word_embeddings else f"{spec.params(spec.head):,} parameters"],
         ["longest sequence", f"{spec.max_position_embeddings:,} tokens"],
-        *([["sparse attention", chosen]] if spec.index_topk else []),
-        *([["attention in chunks", chosen]] if spec.attention_chunk_size else []),
+        *some,
     ]
 
 
