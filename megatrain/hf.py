@@ -26,7 +26,6 @@ from schedules.delta import DeltaNet
 from schedules.errors import InputError
 from schedules.families import MULTIPLIERS
 from schedules.model import ModelError, ModelSpec
-from schedules.parameters import CORRECTION
 from schedules.seeing import sees
 
 HEAD = "lm_head.weight"
@@ -100,7 +99,7 @@ def _in_files(model: ModelSpec, name: str) -> str:
     if model.family.interleaved and name in JOINED:
         return JOINED[name]
     if name == model.score_correction and experts.correction_in_files is not None:
-        return f"{experts.correction_in_files}.{CORRECTION}"
+        return f"{experts.correction_in_files}.{experts.correction_name}"
     for ours, theirs in experts.in_files.items():
         if name.endswith(ours):
             return name.removesuffix(ours) + theirs

@@ -40,6 +40,7 @@ from schedules.parameters import (
     AFTER_EXPERTS,
     AFTER_MLP,
     BEFORE_EXPERTS,
+    GATE_PROJ,
     LAYER_SCALAR,
     OF_EACH_EXPERT,
     ROUTER_SCALE,
@@ -246,6 +247,8 @@ class Block:
         values_are_keys = "self_attn.v_proj.weight" not in params
         if values_are_keys:
             names.pop()
+        if gates := f"{GATE_PROJ}.weight" in params:
+            names.append(GATE_PROJ)
         q, k, *others = linears(params, names, x, fused="self_attn.qkv_proj", in_fp8=self.in_fp8)
         v = k if values_are_keys else others[0]
         if self.of_values is not None:
@@ -253,6 +256,8 @@ class Block:
             beside, v = norm_beside(v, self.of_values, self.eps, self.pointwise, offset=0.0)
             k = beside if values_are_keys else k
         gate = None
+        if gates:
+            gate = others[-1].view(batch, seq, -1, self.head_dim)
         if self.output_gate:  # behind each head's query
             q, gate = torch.unflatten(q, -1, (-1, 2, self.head_dim)).unbind(-2)
         if "self_attn.q_norm.weight" in params:

@@ -26,9 +26,9 @@ class Experts:
     place, matrices: where files have them within a block, and what they call gate, up and down of each.
     stacked: published with all experts' matrices in one tensor.
     in_files: what files call a part of a name, where they do not have a block's modules by these.
-    correction: where the bias lies by which experts are chosen, None where sigmoids have none, in files
-        `correction_in_files` where that differs; a
-        `correction_row` is a matrix of one row there.
+    correction, correction_name: where the bias lies by which experts are chosen, None where sigmoids have none, and
+        what it is called; in files it is in `correction_in_files` where that differs, and a `correction_row` is a
+        matrix of one row there.
     in_out: matrices are (in, out).
     as_in_gpt_oss: the gate is called a router, and columns of gate and up alternate.
     weights_inputs: what an expert is given is multiplied by its weight, not what it returns.
@@ -51,6 +51,7 @@ class Experts:
     stacked: bool = False
     in_files: Mapping[str, str] = field(default_factory=dict)
     correction: str | None = "mlp.gate"
+    correction_name: str = "e_score_correction_bias"
     correction_in_files: str | None = None
     correction_row: bool = False
     in_out: bool = False
@@ -72,6 +73,7 @@ class Family:
     biases: the fields of its config.json that say which projections have a bias. Where none is for o alone, that of q,
         k and v is for o too, if `out_bias`.
     kv_for_each: there are as many key-value heads as query heads where config.json is silent.
+    names: what its config.json calls other fields than others do.
     windows: which blocks have the window that config.json states; where `windows_switched`, none if it does not switch
         it on apart.
     rotated: which blocks have rotary embedding, "switched" all or none as config.json says; `partly_rotated`: of each
@@ -96,6 +98,7 @@ class Family:
     biases: tuple[str, ...] = ()
     out_bias: bool = True
     kv_for_each: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
     windows: Literal["none", "some", "all"] = "none"
     windows_switched: bool = False
     rotated: Literal["all", "none", "in windows", "listed", "switched"] = "all"

@@ -28,7 +28,7 @@ def unmet(model: ModelSpec, workload: Workload) -> str | None:
         return f"{model.name}: experts' products are not made in {workload.matmul}"
     if model.latent is not None:
         return f"{model.name}: latent attention's products are not made in {workload.matmul}"
-    if model.attn_output_gate or any(model.recurrence(i) is not None for i in model.blocks):
+    if model.attn_output_gate or model.attn_gate_proj or any(model.recurrence(i) is not None for i in model.blocks):
         of = "a state space" if model.mamba_n_heads else "gated or linear attention"
         return f"{model.name}: products of {of} are not made in {workload.matmul}"
     if model.mlp_layer_types or not model.gated_mlp:

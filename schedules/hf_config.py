@@ -49,7 +49,13 @@ NOT_DONE = {
 NO_LIMITS = [0.0, math.inf], [0.0, {"__float__": "Infinity"}]  # of steps: as configs say so, and transformers writes it
 OF_IMAGES = "vision"  # a value of use_bidirectional_attention, which concerns no text
 OF_LLAMA4 = ("unit_qk_norm", "attention_chunk_size", "floor_scale", "attn_scale")
-AS_STATED = (*MULTIPLIERS, "query_pre_attn_scalar", "index_topk", *OF_LLAMA4)  # fields of some families
+AS_STATED = (
+    *MULTIPLIERS,
+    "query_pre_attn_scalar",
+    "index_topk",
+    "scale_embeddings",
+    *OF_LLAMA4,
+)  # fields of some families
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
 # Fields without a default, whose names are ours as well.
@@ -64,8 +70,9 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     config = language_model(config, name)
     architecture = _architecture(config, name)
-    if architecture == "Qwen2MoeForCausalLM" and config.get("qkv_bias") is not None:
-        config = {**config, "attention_bias": config["qkv_bias"]}
+    for ours, theirs in FAMILIES[architecture].names.items():
+        if config.get(theirs) is not None:
+            config = {**config, ours: config[theirs]}
     if architecture == NEMOTRON:
         config = with_usual_names(config, name)
     if architecture == hf_llama4.ARCHITECTURE:
@@ -208,8 +215,6 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
             config["layer_types"] = spec["layer_types"]
     if family.experts is not None:
         config |= written_experts(architecture, family.experts, spec)
-    if architecture == "Qwen2MoeForCausalLM":
-        config["qkv_bias"] = config.pop("attention_bias")
     if architecture == "Mistral4ForCausalLM":  # from which transformers does not make it where there is a rope_scaling
         turned = {"partial_rotary_factor": spec["qk_rope_head_dim"] / spec["head_dim"]}
         config["rope_scaling"] = {**config["rope_scaling"], **turned}
@@ -222,7 +227,9 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         return hf_llama4.with_own_names(config, spec)
     if architecture == NEMOTRON:
         return with_own_names({**config, "mlp_layer_types": spec["mlp_layer_types"]})
-    return config
+    if "scale_embeddings" in family.defaults:
+        config["scale_embeddings"] = spec.get("scale_embeddings", False)
+    return {family.names.get(key, key): value for key, value in config.items()}
 
 
 def _architecture(config: Mapping[str, Any], name: str) -> str:
@@ -389,6 +396,8 @@ def _listed(key: str, value: Any, name: str) -> list[Any] | tuple[Any, ...]:
 def _windows(architecture: str, settings: Mapping[str, Any], rotated: tuple[int, ...], name: str) -> dict[str, Any]:
     family, window = FAMILIES[architecture], settings.get("sliding_window")
     if window is None and family.two_ropes:
+        raise ModelError(f"{name}: {architecture} needs a sliding_window")
+    if window is None and architecture == "AfmoeForCausalLM":  # whose other blocks have no rotary embedding
         raise ModelError(f"{name}: {architecture} needs a sliding_window")
     if family.windows == "none" or window is None:
         return {}

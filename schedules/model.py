@@ -52,7 +52,7 @@ _LATER = (
     "shared_expert_gate", "fused_gate_up", "rope_interleave", "global_head_dim", "num_global_key_value_heads",
     "attention_k_eq_v", "value_norm", "layer_scalar", "final_logit_softcapping", "mlp_layer_types", "gated_mlp",
     "moe_latent_size", "mamba_dt_min", "index_topk", "corrected_softmax", "unit_qk_norm",
-    "attention_chunk_size", "floor_scale", "attn_scale", *OF_MAMBA, *MULTIPLIERS,
+    "attention_chunk_size", "floor_scale", "attn_scale", "attn_gate_proj", *OF_MAMBA, *MULTIPLIERS,
 )  # fmt: skip
 
 
@@ -84,28 +84,29 @@ class ModelSpec:
     sigmoid of a number of the token's with a `shared_expert_gate`; the first `first_k_dense_replace` blocks have an MLP
     instead of experts. With a `kv_lora_rank` attention is latent, see `schedules.latent`: `head_dim` is then
     `qk_nope_head_dim` and `qk_rope_head_dim` together, of which rotary embedding turns the latter, and `q_lora_rank` 0
-    where queries have no latent vector. With `attn_output_gate` the projection of queries has as many elements more, by
-    whose sigmoids what attention returns is multiplied. `layer_types` names each block's attention; empty means all
-    blocks alike, sliding if `sliding_window` is set. Linear attention is by the gated delta rule, with the heads,
-    dimensions and convolution that the fields `linear_...` say, see `schedules.delta`, or a state space, by the fields
-    `mamba_...`, see `schedules.mamba`. `no_rope_layers` has a 0 for each block without rotary embedding and a 1 for
-    each with it; empty means that all have it. `rope_scaling` is the config's dictionary as sorted pairs, lists as
-    tuples; with `rope_local_base_freq` blocks with a window have plain rotary embedding of that base. Neither changes a
-    cost. `query_pre_attn_scalar` is `head_dim` where None; an `attention_multiplier` stands for its inverse root.
-    Embeddings are multiplied by `embedding_multiplier`, what attention and the MLP add by `residual_multiplier`, and
-    logits divided by `logits_scaling`. With a `global_head_dim` blocks without a window have heads of that dimension,
-    `num_global_key_value_heads` for keys and values, and with `attention_k_eq_v` one projection for both. `value_norm`
-    is an RMSNorm without a weight over each value head; with `layer_scalar` what a block returns is multiplied by a
-    number that no gradient changes. Logits beyond `final_logit_softcapping` are bent towards it. `mlp_layer_types`
-    names each block's MLP, "dense" or "sparse", or "none", and so may `layer_types` of attention; empty means that all
-    have both. Without `gated_mlp` an MLP, and each expert, is two matrices and the square of what is positive between
-    them. With a `moe_latent_size` experts are given that many numbers, and return as many: one projection makes them,
-    another a hidden state of what they add up to. Steps of a state space are no less than `mamba_dt_min`. With an
-    `index_topk` a token attends to that many tokens, which a small network chooses: to all before it in sequences of no
-    more, and no others can be trained; with an `attention_chunk_size` it attends to those of its chunk of so many, and
-    the same holds. With `unit_qk_norm` queries and keys of blocks with rotary embedding have an RMSNorm without a
-    weight. With a `floor_scale` queries of blocks without it grow, by `attn_scale` times the logarithm of 1 + how often
-    their position has passed that. Raises ModelError when a value has no meaning.
+    where queries have no latent vector. With `attn_output_gate` the projection of queries has as many elements more,
+    with `attn_gate_proj` there is another, by whose sigmoids what attention returns is multiplied. `layer_types` names
+    each block's attention; empty means all blocks alike, sliding if `sliding_window` is set. Linear attention is by the
+    gated delta rule, with the heads, dimensions and convolution that the fields `linear_...` say, see
+    `schedules.delta`, or a state space, by the fields `mamba_...`, see `schedules.mamba`. `no_rope_layers` has a 0 for
+    each block without rotary embedding and a 1 for each with it; empty means that all have it. `rope_scaling` is the
+    config's dictionary as sorted pairs, lists as tuples; with `rope_local_base_freq` blocks with a window have plain
+    rotary embedding of that base. Neither changes a cost. `query_pre_attn_scalar` is `head_dim` where None; an
+    `attention_multiplier` stands for its inverse root. Embeddings are multiplied by `embedding_multiplier`, what
+    attention and the MLP add by `residual_multiplier`, and logits divided by `logits_scaling`. With a `global_head_dim`
+    blocks without a window have heads of that dimension, `num_global_key_value_heads` for keys and values, and with
+    `attention_k_eq_v` one projection for both. `value_norm` is an RMSNorm without a weight over each value head; with
+    `layer_scalar` what a block returns is multiplied by a number that no gradient changes. Logits beyond
+    `final_logit_softcapping` are bent towards it. `mlp_layer_types` names each block's MLP, "dense" or "sparse", or
+    "none", and so may `layer_types` of attention; empty means that all have both. Without `gated_mlp` an MLP, and each
+    expert, is two matrices and the square of what is positive between them. With a `moe_latent_size` experts are given
+    that many numbers, and return as many: one projection makes them, another a hidden state of what they add up to.
+    Steps of a state space are no less than `mamba_dt_min`. With an `index_topk` a token attends to that many tokens,
+    which a small network chooses: to all before it in sequences of no more, and no others can be trained; with an
+    `attention_chunk_size` it attends to those of its chunk of so many, and the same holds. With `unit_qk_norm` queries
+    and keys of blocks with rotary embedding have an RMSNorm without a weight. With a `floor_scale` queries of blocks
+    without it grow, by `attn_scale` times the logarithm of 1 + how often their position has passed that. Raises
+    ModelError when a value has no meaning.
     """
 
     name: str
@@ -191,6 +192,7 @@ class ModelSpec:
     attention_chunk_size: int = 0
     floor_scale: int = 0
     attn_scale: float = 0.1
+    attn_gate_proj: bool = False
 
     def __post_init__(self) -> None:
         require_meaning(self)
@@ -490,7 +492,7 @@ class ModelSpec:
         """The parameter that is added to experts' scores where they are chosen; None where there is none."""
         if self.experts.correction is None or not (self.sigmoid_router or self.corrected_softmax):
             return None
-        return f"{self.experts.correction}.{parameters.CORRECTION}"
+        return f"{self.experts.correction}.{self.experts.correction_name}"
 
     def stored_shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         """As `parameter_shapes`, with what is one matrix in files: its parts lie in a row as it is."""
@@ -535,7 +537,7 @@ class ModelSpec:
             of_keys=self.num_key_value_heads,
             dim=self.head_dim,
             value_dim=self.v_head_dim or self.head_dim,
-            gated=self.attn_output_gate,
+            gated=self.attn_output_gate or self.attn_gate_proj,
         )
         if not self.global_head_dim:
             return heads, heads

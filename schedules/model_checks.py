@@ -190,8 +190,8 @@ def _check_latent(model: ModelSpec) -> None:
         )
     others = (
         "attention_bias", "attention_out_bias", "qk_norm", "attention_sinks", "fused_projections", "sliding_window",
-        "no_rope_layers", "query_pre_attn_scalar", "attn_output_gate", "rope_interleave", "attention_multiplier",
-        "value_norm", "unit_qk_norm", "attention_chunk_size", "floor_scale",
+        "no_rope_layers", "query_pre_attn_scalar", "attn_output_gate", "attn_gate_proj", "rope_interleave",
+        "attention_multiplier", "value_norm", "unit_qk_norm", "attention_chunk_size", "floor_scale",
     )  # fmt: skip
     _refuse(model, "latent attention", others)
     if model.partial_rotary_factor != 1:
@@ -220,6 +220,8 @@ def _check_attention(model: ModelSpec) -> None:
             )
     if SLIDING in model.layer_types and model.sliding_window is None:
         raise ModelError(f"{model.name}: layer_types asks for sliding attention without a sliding_window")
+    if model.attn_gate_proj and (model.attn_output_gate or model.fused_projections):
+        raise ModelError(f"{model.name}: attn_gate_proj beside attn_output_gate or fused_projections is not supported")
     if model.unit_qk_norm and model.qk_norm:
         raise ModelError(f"{model.name}: unit_qk_norm beside qk_norm is not supported")
     _check_branches(model)
@@ -262,7 +264,10 @@ def _check_global(model: ModelSpec) -> None:
         raise ModelError(f"{model.name}: a global_head_dim needs a rope_local_base_freq: tables are as wide as heads")
     if model.attention_k_eq_v and not (model.qk_norm and model.value_norm):
         raise ModelError(f"{model.name}: attention_k_eq_v without qk_norm and value_norm is not supported")
-    others = ("kv_lora_rank", "attention_sinks", "attn_output_gate", "qk_norm_all_heads", "fused_projections")
+    others = (
+        "kv_lora_rank", "attention_sinks", "attn_output_gate", "attn_gate_proj", "qk_norm_all_heads",
+        "fused_projections",
+    )  # fmt: skip
     _refuse(model, "a global_head_dim in a model", others)
     if LINEAR in model.layer_types or model.partial_rotary_factor != 1:
         what = "linear attention" if LINEAR in model.layer_types else PARTIAL

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 Shapes = dict[str, tuple[int, ...]]  # by name, in the order in which they lie in a layer's slab
 
+GATE_PROJ = "self_attn.gate_proj"  # of attention's output
 SHARED = "mlp.shared_experts"
 SHARED_GATED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
 TO_LATENT, OF_LATENT = "mlp.fc1_latent_proj", "mlp.fc2_latent_proj"  # of what experts are given, and return
@@ -19,7 +20,6 @@ ROUTERS = (
     "mlp.gate.weight", "mlp.router.weight", "router.proj.weight", "block_sparse_moe.router.weight",
     f"{SHARED_GATE}.weight",
 )  # fmt: skip
-CORRECTION = "e_score_correction_bias"
 LAYER_SCALAR = "layer_scalar"
 # Of experts beside an MLP: what the router's norm multiplies by, and it each expert; and the norms of what the MLP
 # returns, and of what experts are given, and return.
@@ -58,12 +58,15 @@ def of_attention(model: ModelSpec, i: int) -> Shapes:
         return model.latent.parameter_shapes(model.hidden_size)
     heads = model.heads(i)
     q, k = heads.q_width, heads.k_width
-    widths = {"q": q + heads.gate_width, "k": k} | ({} if heads.values_are_keys else {"v": heads.v_width})
+    widths = {"q": q + (heads.gate_width if model.attn_output_gate else 0), "k": k}
+    widths |= {} if heads.values_are_keys else {"v": heads.v_width}
     shapes: Shapes = {}
     for letter, width in widths.items():
         shapes[f"self_attn.{letter}_proj.weight"] = (width, model.hidden_size)
         if model.attention_bias:
             shapes[f"self_attn.{letter}_proj.bias"] = (width,)
+    if model.attn_gate_proj:
+        shapes[f"{GATE_PROJ}.weight"] = (heads.gate_width, model.hidden_size)
     shapes["self_attn.o_proj.weight"] = (model.hidden_size, q)
     if model.attention_out_bias:
         shapes["self_attn.o_proj.bias"] = (model.hidden_size,)

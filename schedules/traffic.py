@@ -111,7 +111,8 @@ def pointwise_bytes(
                                norm sums, too
     2(q + k)    2(q + k)       rotary, and back; nothing in blocks without; of latent attention see `_turned_elements`
     2(q + k)    3(q + k)       qk_norm; or the norms of latent vectors
-    3a          5a + 2(a + q)  a gate of attention's output; and its gradient put beside queries' again
+    3a          5a + 2(a + q)  a gate of attention's output; and its gradient put beside queries' again, if
+                               one projection makes both
     of a recurrence in place of these what it moves, see `schedules.delta` and `schedules.mamba`, and the gated norm:
                                3a, 5a
     3f          5f             activation and product: gate and up read, product written; its gradient, gate and up
@@ -156,7 +157,8 @@ def pointwise_bytes(
     turned, turned_back = _turned_elements(model, i)
     heads = model.heads(i)
     if (gate := heads.gate_width) and model.recurrence(i) is None:
-        turned, turned_back = turned + 3 * gate, turned_back + 5 * gate + 2 * (gate + heads.q_width)
+        beside = 2 * (gate + heads.q_width) if model.attn_output_gate else 0
+        turned, turned_back = turned + 3 * gate, turned_back + 5 * gate + beside
     branches, of_mlp = model.branches(i), model.mlp_matrices * f
     norms = branches * (model.pre_norm + model.post_norm) * h + (4 * h if model.experts_beside_mlp else 0)
     scaled = 2 * h if model.layer_scalar else 0

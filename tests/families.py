@@ -415,6 +415,22 @@ MODELS = {
         LLAMA4, mlp_layer_types=("dense", "sparse", "dense"), unit_qk_norm=False, num_experts_per_tok=2
     ),
     "llama-4, of late queries": replace(LLAMA4, floor_scale=5, attn_scale=0.5, attention_chunk_size=0),
+    "arcee": replace(TINY, architecture="ArceeForCausalLM", gated_mlp=False, hidden_act="relu2"),
+    "trinity": replace(
+        GLM4_MOE,
+        architecture="AfmoeForCausalLM",
+        num_hidden_layers=4,
+        post_norm=True,
+        qk_norm=True,
+        attn_gate_proj=True,
+        attention_bias=False,
+        partial_rotary_factor=1.0,
+        scale_embeddings=True,
+        routed_scaling_factor=2.4,
+        sliding_window=5,
+        layer_types=("sliding_attention", "sliding_attention", "full_attention", "sliding_attention"),
+        no_rope_layers=(1, 1, 0, 1),
+    ),
     "ernie-4.5": replace(TINY, architecture="Ernie4_5ForCausalLM", rope_interleave=True),
     "ernie-4.5-moe": replace(
         GLM4_MOE,

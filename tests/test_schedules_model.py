@@ -122,6 +122,8 @@ ROUNDED = {
     "hy3-preview": 295e9,
     "llama-4-scout-109b-a17b": 109e9,  # with what sees images
     "llama-4-maverick-400b-a17b": 400e9,
+    "trinity-large-400b-a13b": 398e9,
+    "trinity-mini-26b-a3b": 26e9,
     "ernie-4.5-21b-a3b": 21.8e9,
     "ernie-4.5-300b-a47b": 300e9,
     "glm-4-9b-0414": 9.4e9,
@@ -1303,6 +1305,13 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
             {"use_qk_norm": not model.unit_qk_norm},
             {"no_rope_layers": [], "floor_scale": 4096, "attn_scale": 0.2},
         ],
+        "AfmoeForCausalLM": [
+            {"num_dense_layers": 0},
+            {"mup_enabled": not model.scale_embeddings},
+            {"global_attn_every_n_layers": 2, "layer_types": None},
+            {"route_scale": 1.5, "num_shared_experts": 2},
+            {"attention_bias": True},
+        ],
         "Ernie4_5_MoeForCausalLM": [
             {"moe_layer_start_index": 2},
             {"moe_num_shared_experts": 1},
@@ -1430,6 +1439,8 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "hy3-preview",
         "llama-4-scout-109b-a17b",
         "llama-4-maverick-400b-a17b",
+        "trinity-large-400b-a13b",
+        "trinity-mini-26b-a3b",
         "ernie-4.5-21b-a3b",
         "ernie-4.5-300b-a47b",
         "seed-oss-36b",
@@ -1463,7 +1474,7 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0")
     folder = Path(presets.__file__).parent / "models"
     config = json.loads((folder / f"{name}.json").read_text()) | {"num_hidden_layers": 2}
-    for first in ("first_k_dense_replace", "moe_layer_start_index", "moe_layer_end_index"):  # with experts
+    for first in ("first_k_dense_replace", "moe_layer_start_index", "moe_layer_end_index", "num_dense_layers"):
         config |= {first: 1} if first in config else {}
     config |= {"full_attention_interval": 2} if "full_attention_interval" in config else {}
     for listed in ("layer_types", "no_rope_layers"):
