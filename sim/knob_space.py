@@ -8,6 +8,8 @@ from schedules.workload import Workload
 from sim.candidate import Candidate
 from sim.room import ONE_BLOCK, ways_to_part
 
+SLACKS = (1, 2, 3, 4)
+
 
 def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dict[str, list[Knob]]:
     """The knobs of `streamed` that are searched, each with its values in order.
@@ -19,7 +21,7 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
     space: dict[str, list[Knob]] = {
         "resident": list(range(len(model.layers) + 1)),
         "offload": counts,
-        "slack": [1, 2, 3, 4],
+        "slack": [*SLACKS],
         "slots": [2, 3, 4],
         "grad_slots": [1, 2],
         "slabs": [2, 4, 8, 16, 32],

@@ -11,7 +11,7 @@ from schedules.schedule import Knob
 from schedules.workload import Workload
 from sim.candidate import ROUND, Candidate, Tried
 from sim.findings import Findings
-from sim.knob_space import knob_space
+from sim.knob_space import SLACKS, knob_space
 from sim.room import Room
 
 FREES = (
@@ -83,6 +83,28 @@ def shake(found: Findings, *, begun: Candidate) -> None:
         space = knob_space(found.model, at.workload, begun=begun)
         found.evaluate(*(_shaken(found.room, at, space, chance) for _ in range(ROUND)))
         idle = idle + 1 if found.at == at else 0
+
+
+def send_away(found: Findings) -> None:
+    """Change for how many blocks activations leave, and how long they take to, together, while that gains.
+
+    More of them need more time, and a longer time pays with more of them: each alone may be slower.
+    """
+    blocks = found.model.num_hidden_layers
+    stride = max(blocks // 6, 1)
+    while stride and found.at is not None and found.effort > 0:
+        at = found.at
+        counts = (at.count("offload") + stride, at.count("offload") - stride)
+        found.evaluate(
+            *(
+                at.with_knobs({"offload": offload, "slack": slack})
+                for offload in counts
+                for slack in SLACKS
+                if 0 <= offload <= blocks
+            )
+        )
+        if found.at == at:
+            stride //= 2
 
 
 def fewer_micro_batches(found: Findings, steps: Sequence[Workload], *, most_ns: float = math.inf) -> None:

@@ -25,7 +25,7 @@ from sim.findings import Findings, Progress
 from sim.machine import HardwareProfile
 from sim.placement_bound import PlacementBound
 from sim.prediction import Prediction
-from sim.refine import fewer_micro_batches, refine, shake
+from sim.refine import fewer_micro_batches, refine, send_away, shake
 from sim.room import orders, state_of_block, ways_to_part
 from sim.splits import NEARLY_LEAST, Bounded, by_bound, worth_searching
 
@@ -434,6 +434,8 @@ class Search:
             self.found.effort = MORE * self.effort
             self.refine(hold=True, stride=MORE_STRIDE)
             shake(self.found, begun=self.start)
+            self.found.effort = max(self.found.effort, self.effort)
+            send_away(self.found)
 
     def named(self, *workloads: Workload) -> None:
         """Every exact policy with the knobs it comes with."""

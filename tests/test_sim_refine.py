@@ -16,7 +16,7 @@ from sim import hardware
 from sim.candidate import OURS, Candidate, Tried, Verdict
 from sim.findings import Findings
 from sim.prediction import Prediction, memory_of
-from sim.refine import IDLE, fewer_micro_batches, refine, shake
+from sim.refine import IDLE, fewer_micro_batches, refine, send_away, shake
 from sim.search import Search
 
 MODEL = replace(presets.load("qwen2.5-7b"), num_hidden_layers=24, vocab_size=8192)
@@ -81,6 +81,30 @@ def test_it_ends_with_the_effort_or_where_nothing_gains() -> None:
     found = findings(lambda candidate: 10**9)
     shake(found, begun=START)
     assert 0 < len(found.tried) - 1 <= 4 * IDLE and found.effort > 0
+
+
+def slower_alone(candidate: Candidate) -> int:
+    """Less the more activations leave, but more where they do not as much earlier: a visit for four blocks more."""
+    away, slack = candidate.count("offload"), candidate.count("slack")
+    return 10**9 - 10**6 * away + 10**6 * abs(away - 4 - 4 * slack) * 3
+
+
+def test_more_activations_leave_and_come_back_earlier() -> None:
+    found = findings(slower_alone, knobs={"offload": 8, "slack": 1})
+    refine(found, begun=START, hold=True, stride=4)
+    assert at(found, "offload", "slack") == [8, 1], "one alone is slower"
+    send_away(found)
+    assert at(found, "offload", "slack") == [20, 4]
+    found = findings(slower_alone, effort=0, knobs={"offload": 8, "slack": 1})
+    send_away(found)
+    assert at(found, "offload", "slack") == [8, 1]
+
+
+def test_as_many_activations_leave_as_have_room() -> None:
+    found = findings(lambda c: slower_alone(c) if c.count("offload") <= 18 else None, knobs={"offload": 8, "slack": 1})
+    send_away(found)
+    assert at(found, "offload", "slack") == [16, 3]
+    assert all(0 <= c.count("offload") <= 24 for c in found.tried)
 
 
 def test_a_step_that_had_no_room_is_tried_again_after_another_knob_has_changed() -> None:
