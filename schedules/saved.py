@@ -51,8 +51,7 @@ def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
     elements += {"none": model.mlp_matrices, "pointwise": model.mlp_matrices - 1, "mlp": 0}[workload.recompute] * f
     words += model.branches(i) * (model.pre_norm + model.post_norm)
     if model.pre_norm and workload.recompute == "none":
-        by_others = model.n_shared_experts or model.moe_latent_size or model.experts.weights_inputs
-        by_router_alone = model.has_experts(i) and not by_others
+        by_router_alone = model.has_experts(i) and not (model.n_shared_experts or model.moe_latent_size)
         elements += (model.branches(i) - (by_router_alone and workload.lora_rank is not None)) * h
     if model.post_norm:
         elements += 2 * h

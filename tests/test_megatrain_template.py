@@ -15,7 +15,7 @@ from megatrain.attention import _sides, attention_again, band
 from megatrain.embed import Embed
 from megatrain.head import Head
 from megatrain.layer_parts import gated, rms_norm, rotate
-from megatrain.rotary import late_queries, rotary_frequencies, rotary_tables, turns
+from megatrain.rotary import late_queries, rotary_frequencies, rotary_tables, turns, unrotated_queries
 from megatrain.sink import Sink
 from megatrain.template import TemplateError, sinks, templates, views
 from schedules.families import ACTIVATIONS
@@ -462,6 +462,19 @@ def test_a_frequent_token_has_all_its_terms_in_bf16(monkeypatch):
         Embed().backward(tokens, dy, Sink(grad, accumulate))
         torch.testing.assert_close(grad[0].double(), exact + accumulate, rtol=2**-8, atol=0)
         assert (grad[1:] == (1.0 if accumulate else 0.0)).all()
+
+
+def test_queries_without_rotary_embedding_grow_with_their_position() -> None:
+    """As a Llama 4's: from the position on whose number, counted from one, is the floor."""
+    model = dataclasses.replace(FAMILIES["llama-4"], floor_scale=4, attn_scale=0.5)
+    assert unrotated_queries(model, 3, CPU, torch.float32) is None
+    assert unrotated_queries(dataclasses.replace(model, floor_scale=0), 99, CPU, torch.float32) is None
+    found = unrotated_queries(model, 8, CPU, torch.float32)
+    assert found is not None and found.shape == (8, 1, 1)
+    right = [1.0] * 3 + [1 + 0.5 * math.log(2)] * 4 + [1 + 0.5 * math.log(3)]
+    torch.testing.assert_close(found.flatten(), torch.tensor(right))
+    last = unrotated_queries(model, 4, CPU, torch.float32)
+    assert last is not None and last[-1] > 1
 
 
 def test_late_queries_are_multiplied_by_the_logarithm_of_how_late_they_are() -> None:

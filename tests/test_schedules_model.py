@@ -1222,6 +1222,76 @@ def test_a_model_that_sees_images_may_have_its_language_models_config_beside_the
     }  # fmt: skip
 
 
+def llama4(**text: Any) -> ModelSpec:
+    """Of a config as it is published."""
+    config = {key: CONFIG[key] for key in REQUIRED} | {"num_key_value_heads": 2, "model_type": "llama4_text"} | text
+    return ModelSpec.from_hf_config(
+        {"architectures": ["Llama4ForConditionalGeneration"], "text_config": config, "tie_word_embeddings": True}, "it"
+    )
+
+
+def test_what_a_llama_4_says_of_its_blocks() -> None:
+    silent = llama4()
+    assert (silent.floor_scale, silent.attn_scale, silent.attention_chunk_size) == (8192, 0.1, 8192)
+    assert silent.unit_qk_norm and silent.moe_intermediate_size == CONFIG["intermediate_size"]
+    assert llama4(attn_temperature_tuning=False).floor_scale == 0
+    assert llama4(attn_temperature_tuning=4).floor_scale == 8192, "as it was once written"
+    assert llama4(attention_chunk_size=None).longest_sequence is None
+    assert llama4(moe_layers=[1], intermediate_size_mlp=96).mlp_layer_types == ("dense", "sparse")
+    assert llama4(interleave_moe_layer_step=2).has_experts(1) and not llama4(interleave_moe_layer_step=2).has_experts(0)
+    assert not silent.tie_word_embeddings, "its text counts alone"
+    assert llama4(tie_word_embeddings=True).tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ({"moe_layers": [2]}, r"moe_layers must list blocks, not \[2\]"),
+        ({"moe_layers": 1}, "moe_layers must list blocks, not 1"),
+        ({"interleave_moe_layer_step": 0}, "interleave_moe_layer_step"),
+        ({"num_hidden_layers": None, "vocab_size": 1}, "lacks 'num_hidden_layers'|blocks"),
+    ],
+)
+def test_a_llama_4_that_means_nothing_is_told(text: dict[str, Any], told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        llama4(**text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"sigmoid_router": True, "corrected_softmax": True}, "by sigmoid_router or by corrected_softmax, not by both"),
+        ({"attn_gate_proj": True, "attn_output_gate": True}, "attn_gate_proj beside attn_output_gate"),
+        ({"qk_norm": True, "unit_qk_norm": True}, "unit_qk_norm beside qk_norm"),
+    ],
+)
+def test_what_says_the_same_twice_is_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        dataclasses.replace(presets.load("tiny-moe"), **changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"moe_layer_interval": 2}, r"moe_layer_interval of a Ernie4_5_MoeForCausalLM must be 1, not 2"),
+        ({"moe_layer_end_index": 2}, "moe_layer_end_index of a Ernie4_5_MoeForCausalLM must be -1 or 1, not 2"),
+        ({"use_bias": True}, "use_bias is not supported"),
+    ],
+)
+def test_an_ernie_with_experts_elsewhere_is_refused(change: dict[str, Any], told: str) -> None:
+    config = CONFIG | {"architectures": ["Ernie4_5_MoeForCausalLM"]}
+    ModelSpec.from_hf_config(config | {"moe_layer_end_index": 1}, "ernie")
+    with pytest.raises(ModelError, match=told):
+        ModelSpec.from_hf_config(config | change, "ernie")
+
+
+def test_a_trinity_without_windows_is_refused() -> None:
+    config = CONFIG | {"architectures": ["AfmoeForCausalLM"]}
+    assert ModelSpec.from_hf_config(config, "trinity").sliding_window == 1024
+    with pytest.raises(ModelError, match="AfmoeForCausalLM needs a sliding_window"):
+        ModelSpec.from_hf_config(config | {"sliding_window": None}, "trinity")
+
+
 def test_kimi_is_known_by_the_class_that_it_is_published_with() -> None:
     text = {**spec(**DEEPSEEK_V3).to_dict(), "n_routed_experts": 256, "model_type": "kimi_k2"}
     del text["rope_scaling"]
