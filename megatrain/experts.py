@@ -107,8 +107,8 @@ class Mixture:
             of_each=None if self.each is None else params[self.each],
         )
         if self.weights_inputs:
-            copies = _WeightedCopies.apply(rows, order, weights)  # type: ignore[no-untyped-call]
-            again = derived(copies, _weighted_copies, rows, order, weights)
+            copies = _WeightedCopies.apply(rows, order, weights, self.pointwise)  # type: ignore[no-untyped-call]
+            again = derived(copies, self.pointwise.summed_backward, rows, order, weights)
         else:
             copies = _Copies.apply(rows, order, self.chosen)  # type: ignore[no-untyped-call]
             again = derived(copies, lambda rows, order: rows[order // self.chosen], rows, order)
@@ -263,24 +263,20 @@ class _Copies(torch.autograd.Function):
 
 
 class _WeightedCopies(torch.autograd.Function):
-    """A row per choice, sorted by expert, times its weight [T, k]."""
+    """A row per choice, sorted by expert, times its weight [T, k]: as a sum weighted by these, the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, weights: Tensor, pointwise: Pointwise) -> Tensor:
         ctx.save_for_backward(rows, order, weights)
-        return _weighted_copies(rows, order, weights)
+        ctx.pointwise = pointwise
+        return pointwise.summed_backward(rows.detach(), order, weights.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, order, weights = ctx.saved_tensors
-        places, chosen = _places(order).view_as(weights), weights.shape[1]
-        d_weights = (grads[0].to(weights.dtype) * rows[order // chosen]).sum(-1)[places]
-        d_copies = grads[0] * weights.flatten()[order, None].to(rows.dtype)
-        return d_copies[places].sum(1), None, d_weights
-
-
-def _weighted_copies(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    return rows[order // weights.shape[1]] * weights.flatten()[order, None].to(rows.dtype)
+        places = _places(order).view_as(weights)
+        d_rows = ctx.pointwise.weighted_sum(grads[0], places, weights)
+        return d_rows, None, ctx.pointwise.weights_backward(grads[0], places, rows), None
 
 
 class _Gated(torch.autograd.Function):

@@ -272,7 +272,7 @@ def test_a_hybrid_without_meaning_is_refused(changes: dict[str, Any], why: str) 
 
 
 def test_products_in_fp8_are_refused() -> None:
-    for model in (QWEN3_5, QWEN3_5.of_blocks([1])):
+    for model in (QWEN3_5, QWEN3_5.of_blocks([1]), dataclasses.replace(presets.load("tiny"), attn_gate_proj=True)):
         work = Workload(micro_batch_size=1, seq_len=16, matmul="fp8")
         assert fp8.unmet(model, work) == f"{model.name}: products of gated or linear attention are not made in fp8"
 

@@ -165,6 +165,10 @@ BESIDE_MLP = dataclasses.replace(
     EXPERTS, architecture="Gemma4ForCausalLM", n_shared_experts=2, intermediate_size=80, post_norm=True
 )
 
+WEIGHTED = dataclasses.replace(
+    EXPERTS, architecture="Llama4ForCausalLM", n_shared_experts=1, sigmoid_router=True, norm_topk_prob=False
+)
+
 
 @pytest.mark.parametrize("recompute", ["none", "pointwise"])
 @pytest.mark.parametrize(
@@ -180,6 +184,9 @@ BESIDE_MLP = dataclasses.replace(
         dataclasses.replace(EXPERTS, n_shared_experts=1),
         dataclasses.replace(EXPERTS, n_shared_experts=2, shared_expert_gate=True),
         dataclasses.replace(MODEL, attn_output_gate=True),
+        dataclasses.replace(MODEL, attn_gate_proj=True),
+        dataclasses.replace(MODEL, qk_norm=False, unit_qk_norm=True),
+        WEIGHTED,
         dataclasses.replace(MODEL, value_norm=True),
         dataclasses.replace(MODEL, layer_scalar=True),
         BESIDE_MLP,
@@ -206,6 +213,9 @@ BESIDE_MLP = dataclasses.replace(
         "shared experts",
         "shared experts with a gate",
         "gated attention",
+        "gated by a projection of its own",
+        "norms of heads without weights",
+        "experts whose inputs are weighted",
         "values normalised",
         "multiplied",
         "experts beside an MLP",
@@ -230,14 +240,15 @@ def test_what_is_counted_between_products_is_what_is_read_and_written(model: Mod
     shapes, block = model.parameter_shapes(0), layers.blocks[model.layer_kind(0)]
     params, grads = views(torch.randn(model.params(0)), shapes), torch.empty(model.params(0))
     x, dy = torch.randn(2, 8, h), torch.randn(2, 8, h)
-    copied = (
+    summed = (
         4 * tokens * (1 + model.num_experts_per_tok) * model.expert_input if model.num_experts else 0
-    )  # by indexing
+    )  # by indexing, as are copies, where their weights do not multiply them
+    copied = 0 if model.experts.weights_inputs else summed
     again = copied if recompute == "pointwise" else 0
     (_, saved), there = traffic.of(lambda: forward(block, params, x))
     assert there + copied == pointwise_bytes(model, 0, Phase.FORWARD, workload)
     _, back = traffic.of(lambda: backward(saved, params, x, dy, sinks(grads, shapes, accumulate=False)))
-    assert back + copied + again == pointwise_bytes(model, 0, Phase.BACKWARD, workload)
+    assert back + summed + again == pointwise_bytes(model, 0, Phase.BACKWARD, workload)
 
 
 @pytest.mark.parametrize("cap", [None, 20.0])
