@@ -247,7 +247,7 @@ class Block:
         values_are_keys = "self_attn.v_proj.weight" not in params
         if values_are_keys:
             names.pop()
-        if gates := f"{GATE_PROJ}.weight" in params:
+        if gates := f"{GATE_PROJ}.weight" in params:  # by a projection of its own
             names.append(GATE_PROJ)
         q, k, *others = linears(params, names, x, fused="self_attn.qkv_proj", in_fp8=self.in_fp8)
         v = k if values_are_keys else others[0]

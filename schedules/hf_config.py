@@ -48,14 +48,10 @@ NOT_DONE = {
 }
 NO_LIMITS = [0.0, math.inf], [0.0, {"__float__": "Infinity"}]  # of steps: as configs say so, and transformers writes it
 OF_IMAGES = "vision"  # a value of use_bidirectional_attention, which concerns no text
-OF_LLAMA4 = ("unit_qk_norm", "attention_chunk_size", "floor_scale", "attn_scale")
-AS_STATED = (
-    *MULTIPLIERS,
-    "query_pre_attn_scalar",
-    "index_topk",
-    "scale_embeddings",
-    *OF_LLAMA4,
-)  # fields of some families
+AS_STATED = (  # fields of some families
+    *MULTIPLIERS, "query_pre_attn_scalar", "index_topk", "scale_embeddings", "unit_qk_norm", "attention_chunk_size",
+    "floor_scale", "attn_scale",
+)  # fmt: skip
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
 # Fields without a default, whose names are ours as well.
