@@ -55,8 +55,8 @@ def _file_name(model: ModelSpec, i: int, name: str) -> str:
 def adapter_name(model: ModelSpec, i: int, name: str, *, seeing: bool = False) -> str:
     """What peft calls a matrix of layer i's adapters; `seeing`: beside a model that sees images."""
     found = global_name(model, i, name)
-    if seeing:  # a Llama 4 has its language model as a whole, the head included
-        found = f"{APART}{found}" if model.architecture == "Llama4ForCausalLM" else found.replace("model.", WITHIN, 1)
+    if seeing:
+        found = f"{APART}{found}" if model.family.apart else found.replace("model.", WITHIN, 1)
     return f"base_model.model.{found}"
 
 

@@ -105,6 +105,7 @@ FAMILIES: dict[str, Family] = {
         biases=("attention_bias",),
         rotated="listed",
         modules={"mlp.shared_experts": "feed_forward.shared_expert", "mlp": "feed_forward"},
+        apart=True,
         experts=Experts(
             count="num_local_experts",
             router="mlp.router",

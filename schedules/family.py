@@ -84,6 +84,7 @@ class Family:
     branches_apart: what is attention of one of our blocks, or its MLP, is a layer of its own in its config.json and
         files, and each may follow its like.
     root: what files call the decoder.
+    apart: within a model that sees images it is a whole, its head included.
     experts: of a mixture.
     interleaved: files have what linear attention is computed from in two matrices, one key head's rows after another's.
     bends_logits: its config.json may say towards which number logits are bent.
@@ -108,6 +109,7 @@ class Family:
     modules: Mapping[str, str] = field(default_factory=dict)
     branches_apart: bool = False
     root: str = "model"
+    apart: bool = False
     experts: Experts | None = None
     interleaved: bool = False
     bends_logits: bool = False

@@ -47,15 +47,13 @@ def with_usual_names(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 def with_own_names(config: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse, of a model that is given as ModelSpec.to_dict has it: what its own code reads, and transformers."""
     types = spec.get("mlp_layer_types") or [SPARSE] * spec["num_hidden_layers"]
-    floor = spec.get("floor_scale", 0)
     return {
+        **{key: spec[key] for key in ("floor_scale", "attn_scale") if key in spec},
         **{key: value for key, value in config.items() if key != "moe_intermediate_size"},
         "intermediate_size": config["moe_intermediate_size"],
         "intermediate_size_mlp": config["intermediate_size"],
         "moe_layers": [i for i, kind in enumerate(types) if kind == SPARSE],
         "use_qk_norm": spec.get("unit_qk_norm", False),
         "attention_chunk_size": spec.get("attention_chunk_size"),
-        "attn_temperature_tuning": floor > 0,
-        "floor_scale": floor or 8192,
-        "attn_scale": spec.get("attn_scale", 0.1),
+        "attn_temperature_tuning": "floor_scale" in spec,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from schedules.families import FAMILIES
 from schedules.model_checks import ModelError
 
 _QWEN2_VL: dict[str, Any] = {
@@ -163,7 +164,6 @@ SEEING: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 }
 # Published with what their language model is beside what the rest is, not apart.
 FLAT = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
-APART = ("Llama4ForConditionalGeneration",)  # with their language model as a whole, its head included
 OF_IMAGES = ("mrope_section", "mrope_interleaved")  # which pairs turn by which of an image patch's three positions
 
 
@@ -188,7 +188,7 @@ def language_model(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(kind, str) or (architecture := known.get(kind)) is None:
         raise ModelError(f"{name}: a {found} whose language model is of model_type {kind!r} is not supported")
     tied = config.get("tie_word_embeddings")  # which counts before the text's, unless that is a whole model
-    if tied is not None and found not in APART:
+    if tied is not None and not FAMILIES[architecture].apart:
         text = {**text, "tie_word_embeddings": tied}
     ropes = {key: _of_text(text[key]) for key in ("rope_parameters", "rope_scaling") if key in text}
     return {**silent, **text, **ropes, "architectures": [architecture]}

@@ -21,9 +21,10 @@ from megatrain.adam import Adam
 from megatrain.attention import Attention, _attend, _attend_backward, band
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, read_bytes, standard_library
-from megatrain.experts import Mixture, _outer_products, _products, _some_columns, route
+from megatrain.experts import Mixture, _outer_products, _products, _some_columns
 from megatrain.linear import wide_product
 from megatrain.pointwise import PLAIN, clamped_backward, clamped_forward, compiled
+from megatrain.routing import route
 from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets, trained

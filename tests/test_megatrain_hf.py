@@ -24,9 +24,9 @@ from torch import Tensor
 from megatrain import autograd, export, hf, initial
 from megatrain.checkpoint import CheckpointError, Diverged
 from megatrain.checksum import checksum
-from megatrain.experts import route
 from megatrain.export import NotExported
 from megatrain.hf import WeightsError
+from megatrain.routing import route
 from megatrain.template import sinks, templates, views
 from schedules import presets, trained
 from schedules.families import FAMILIES
