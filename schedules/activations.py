@@ -26,6 +26,7 @@ class ActivationBuffers:
         self._free: dict[tuple[str, int], list[str]] = {}  # by kind and size, given back longest ago first
         self._made: dict[str, int] = {}  # kind -> how many buffers
         self._live: dict[str, tuple[str, tuple[str, int]]] = {}  # in which buffer, of which kind and size
+        self._held: dict[str, tuple[str, int]] = {}  # empty buffers that are not free yet, each of which kind and size
         self._gone: set[str] = set()  # made and given back
 
     @property
@@ -42,8 +43,8 @@ class ActivationBuffers:
             raise ProgramError(_missing(tensor, gone=tensor in self._gone))
         return self._live[tensor][0]
 
-    def take(self, tensor: str, tier: Tier, declare: Callable[[str, Tier], str]) -> str:
-        """A buffer for `tensor`, from now on its place; where it was before is given back.
+    def take(self, tensor: str, tier: Tier, declare: Callable[[str, Tier], str], *, hold: bool = False) -> str:
+        """A buffer for `tensor`, from now on its place; where it was before is given back, or on `hold` until released.
 
         `declare` makes one, where none is free.
         """
@@ -56,10 +57,19 @@ class ActivationBuffers:
             number = self._made.get(kind[0], 0)
             self._made[kind[0]] = number + 1
             buffer = declare(f"{kind[0]}{number}", tier)
-        if tensor in self._live:
+        if hold:
+            before, of = self._live[tensor]
+            self._held[before] = of
+        elif tensor in self._live:
             self.give_back(tensor)
         self._live[tensor] = buffer, kind
         return buffer
+
+    def release(self, buffer: str) -> None:
+        """A buffer on hold is free. Raises ProgramError if it is none."""
+        if buffer not in self._held:
+            raise ProgramError(f"release({buffer!r}): it is not on hold")
+        self._free.setdefault(self._held.pop(buffer), []).append(buffer)
 
     def give_back(self, tensor: str) -> str:
         """Forget `tensor`; returns the buffer that is free now. Raises ProgramError if it is in none."""

@@ -174,27 +174,27 @@ def most_that_fit(
 class Travel:
     """Activations on their way from the device and back, each beside the computation that follows or precedes.
 
-    What one forward leaves behind goes once the next `slack` forwards have buffers of their own; what a backward
-    needs comes while the `slack` before it run. `returns` is what each backward needs back, in their order. `deep`
-    tensors go on to a drive, and are read from there one visit earlier.
+    What one forward leaves behind goes at once, and the next `slack` forwards have buffers of their own; what a
+    backward needs comes while the `slack` before it run. `returns` is what each backward needs back, in their order.
+    `deep` tensors go on to a drive, and are read from there one visit earlier.
     """
 
     def __init__(self, p: Program, returns: Iterable[Sequence[str]], *, slack: int, deep: Collection[str]) -> None:
         self._program, self._slack, self._deep = p, slack, deep
         self._returns = deque(returns)
         self._reads = deque(self._returns)
-        self._leaving: deque[Sequence[str]] = deque()
+        self._leaving: deque[Sequence[str]] = deque()  # the buffers that each of the last forwards has left
 
     def leave(self, tensors: Sequence[str]) -> None:
         """A forward has run, and leaves these behind."""
-        self._leaving.append(tensors)
+        self._leaving.append([self._go(tensor) for tensor in tensors])
         if len(self._leaving) > self._slack:
-            self._go()
+            self._release()
 
     def turn(self) -> None:
         """The last forward has run; the first backward comes."""
         while self._leaving:
-            self._go()
+            self._release()
         self._read()
         for _ in range(self._slack):
             self.come()
@@ -210,8 +210,12 @@ class Travel:
             if tensor in self._deep:
                 self._program.restore(tensor, tier=Tier.HOST)
 
-    def _go(self) -> None:
-        for tensor in self._leaving.popleft():
-            self._program.evict(tensor)
-            if tensor in self._deep:
-                self._program.evict(tensor, tier=Tier.NVME)
+    def _go(self, tensor: str) -> str:
+        buffer = self._program.evict(tensor, hold=True)
+        if tensor in self._deep:
+            self._program.evict(tensor, tier=Tier.NVME)
+        return buffer
+
+    def _release(self) -> None:
+        for buffer in self._leaving.popleft():
+            self._program.release(buffer)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from schedules import tensor as tensors
 from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.sizes import tensor_bytes
-from schedules.sweep import spread
+from schedules.sweep import spread_large
 from schedules.tensor import STATE, Part, named
 from schedules.workload import Workload
+
+Sized = TypeVar("Sized", int, tuple[int, Part | None])  # a block, or a part of one
 
 
 class Places:
@@ -38,6 +41,7 @@ class Places:
         nvme_weights: int,
     ) -> None:
         clip = workload.grad_clip is not None
+        self._model = model
         self.groups, self.singly, self.parts = groups, singly, tensors.parts(parts)
         # layer -> how often its gradient comes: once for all micro-batches of a group, or once for each
         above = {model.head, *model.blocks[len(model.blocks) - singly :]} if singly else set()
@@ -57,18 +61,18 @@ class Places:
         # updated gradually need not wait until its neighbour's state has left
         most = 0 if oftener or clip else 2 if workload.accumulation > 1 else 1
         leading = others[: min(most, hold, passing)]
-        held = spread(oftener, hold) | {*leading}
-        held |= spread([i for i in others if i not in held], hold - len(held))
+        held = self._spread(oftener, hold) | {*leading}
+        held |= self._spread([i for i in others if i not in held], hold - len(held))
         self.held = sorted(held)
         self.streamed = [i for i in others if i not in held]
 
         # blocks updated on the device while their weights and gradient are there: parts of their states are there for
         # good, or the whole state passes through
         whole = [i for i in self.streamed if self.landings[i] == 1]
-        partly = spread(whole, -(-stay // parts))
+        partly = self._spread(whole, -(-stay // parts))
         self.staying = set([(i, part) for i in sorted(partly) for part in self.parts][:stay])
-        self.settled = {*leading} | spread([i for i in self.held if i not in leading], passing - len(leading))
-        self.through = self.settled | spread([i for i in whole if i not in partly], passing - len(self.settled))
+        self.settled = {*leading} | self._spread([i for i in self.held if i not in leading], passing - len(leading))
+        self.through = self.settled | self._spread([i for i in whole if i not in partly], passing - len(self.settled))
         self.on_device = self.through | partly
         # with clipping these updates must wait for the norm of all gradients, until just before their next forward
         self.carried = self.on_device if clip else set[int]()
@@ -81,7 +85,7 @@ class Places:
 
         # updated after everything has landed, first layer first (its gradient lands before the embedding's)
         by_cpu = [i for i in self.streamed if i not in self.on_device]
-        self.late = set(model.layers) - self.carried if clip else spread(by_cpu, defer)
+        self.late = set(model.layers) - self.carried if clip else self._spread(by_cpu, defer)
         landing, first = [model.head, *reversed(model.blocks), model.embed], self.streamed[:1]
         self.updates = [i for i in landing if i not in self.late]
         self.updates += sorted(self.late, key=lambda i: (i not in first, i))
@@ -90,10 +94,10 @@ class Places:
         # of the late ones, whose traffic falls into the forward, when the drive has nothing else to do
         elsewhere = [(i, part) for i in self.streamed for part in self.parts if (i, part) not in self.staying]
         late, soon = ([state for state in elsewhere if (state[0] in self.late) is then] for then in (True, False))
-        self.nvme_states = spread(late, nvme)
-        self.nvme_states |= spread(soon, nvme - len(self.nvme_states))
+        self.nvme_states = self._spread(late, nvme)
+        self.nvme_states |= self._spread(soon, nvme - len(self.nvme_states))
         on_nvme = {i for i, _ in self.nvme_states}
-        self.nvme_weights = spread(sorted(on_nvme), nvme_weights)
+        self.nvme_weights = self._spread(sorted(on_nvme), nvme_weights)
         self.nvme_grads = {i for i in self.nvme_weights if i in self.late and self.landings[i] == 1}
         # embedding and head in as many parts as make these no larger than a block's
         block = model.params(model.largest_block)
@@ -121,6 +125,10 @@ class Places:
         self.state_slots = min(2 * self.at_once, parts) + 1
         if not self.through:  # all that passes is what does not stay of one block
             self.at_once = self.state_slots = 2
+
+    def _spread(self, of: Sequence[Sized], count: int) -> set[Sized]:
+        """`count` of these blocks or parts of blocks: small ones last, since with them little is placed elsewhere."""
+        return spread_large(of, count, lambda one: self._model.params(one if isinstance(one, int) else one[0]))
 
     def turns(self, i: int) -> int:
         """The micro-batches that block i runs at a visit, before the next block comes."""

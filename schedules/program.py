@@ -108,12 +108,21 @@ class Program(Buffers):
             blocking=blocking,
         )
 
-    def evict(self, tensor: str, *, tier: Tier = Tier.HOST) -> None:
-        """Move a live activation from the device to the host, or from there to NVMe, and give its buffer back."""
+    def evict(self, tensor: str, *, tier: Tier = Tier.HOST, hold: bool = False) -> str:
+        """Move a live activation from the device to the host, or from there to NVMe, and give its buffer back.
+
+        With `hold` only once `release` is called with the buffer, which is returned: until then nothing else is put
+        there, and so nothing has to wait for the copy.
+        """
         source = self._activations.where(tensor)
         stream = Stream.NVME_WRITE if tier == Tier.NVME else Stream.D2H
-        self.offload(tensor, out_of=source, into=self._take(tensor, tier), stream=stream)
+        self.offload(tensor, out_of=source, into=self._take(tensor, tier, hold=hold), stream=stream)
         self.discard(source)
+        return source
+
+    def release(self, buffer: str) -> None:
+        """Give back a buffer that `evict` has held. Raises ProgramError if it is none."""
+        self._activations.release(buffer)
 
     def restore(self, tensor: str, *, tier: Tier = Tier.DEVICE) -> None:
         """Bring an evicted activation back to the device, or from NVMe to the host."""
@@ -245,8 +254,8 @@ class Program(Buffers):
     def _new(self, activation: str) -> Held:
         return self._take(activation, Tier.DEVICE), activation
 
-    def _take(self, activation: str, tier: Tier) -> str:
-        return self._activations.take(activation, tier, self._of_activations)
+    def _take(self, activation: str, tier: Tier, *, hold: bool = False) -> str:
+        return self._activations.take(activation, tier, self._of_activations, hold=hold)
 
     def _compute(
         self,

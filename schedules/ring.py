@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from schedules.errors import ProgramError
@@ -26,10 +26,15 @@ class Ring:
         """The slot used last."""
         return self._names[-1]
 
-    def next(self) -> str:
-        """The slot used longest ago, emptied for new contents."""
-        slot = self._names.pop(0)
-        self._names.append(slot)
+    def next(self, *, keep: Collection[str | None] = ()) -> str:
+        """The slot used longest ago that is not one to `keep`, emptied for new contents.
+
+        Raises ProgramError if all are to be kept.
+        """
+        slot = next((name for name in self._names if name not in keep), None)
+        if slot is None:
+            raise ProgramError(f"next(): all slots of the ring are to be kept, {', '.join(sorted(self._names))}")
+        self.use(slot)
         self._buffers.discard(slot)
         return slot
 

@@ -11,6 +11,7 @@ from schedules.staging import Staging
 from schedules.tensor import Part
 
 AHEAD = 2  # visits, or where blocks are updated gradually turns, before its block's by which a state begins to come
+VISITS = 2  # in so many an update may be made, if the next one is so far away
 State = tuple[int, Part | None]  # a block, and which part of its state; None is all of it
 
 
@@ -31,10 +32,11 @@ class Passing:
         last, first = ({i: at for at, i in some} for some in (enumerate(turns), reversed([*enumerate(turns)])))
         self.updated = {i: first[i] if i in places.carried else last[i] for i in places.on_device}  # block -> turn
         blocks = sorted(places.on_device, key=self.updated.__getitem__)
-        coming = [(i, n) for i in blocks for n, part in enumerate(places.parts) if (i, part) not in places.staying]
-        self._coming = deque((i, places.parts[n]) for i, n in coming)
         # turns of a visit: the same for all of these, and for those around them
         self.each = max(map(places.turns, blocks), default=0)
+        self._span = self._spans([i for i in blocks if i not in places.carried])
+        coming = [(i, n) for i in blocks for n, part in enumerate(places.parts) if (i, part) not in places.staying]
+        self._coming = deque((i, places.parts[n]) for i, n in coming)
         ahead = {i: AHEAD if i in places.gradually else AHEAD * self.each for i in blocks}
         self._begin = deque(_spaced([self.turn_of(i, n) - ahead[i] for i, n in coming], len(last) * self.each))
 
@@ -54,8 +56,16 @@ class Passing:
         places = self._places
         if i not in places.gradually:
             return self.updated[i]
-        left = -(-len(places.parts) // places.at_once) - 1 if i in places.carried else 0  # turns from the first part on
-        return self.updated[i] - left + n // places.at_once
+        if i in places.carried:
+            left = -(-len(places.parts) // places.at_once) - 1  # turns from the first part on
+            return self.updated[i] - left + n // places.at_once
+        return self.updated[i] + max(n * self._span[i] // len(places.parts), n // places.at_once)
+
+    def _spans(self, blocks: Sequence[int]) -> dict[int, int]:
+        """The turns in which each of these is updated after its backward: until the next one's, or the last turn, and
+        VISITS' at most."""
+        ends = [*(self.updated[i] for i in blocks[1:]), self._turns - 1]
+        return {i: min(end - self.updated[i], VISITS * self.each) for i, end in zip(blocks, ends, strict=False)}
 
     def _bring(self) -> None:
         self._begin.popleft()

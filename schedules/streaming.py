@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -83,10 +84,12 @@ class StreamedStep:
 
     def _fetch(self, i: int) -> str:
         """The slot with block i's weights, which are loaded unless they still stand in one."""
-        p, weight = self.program, self.program.weight(i)
-        if i not in self.places.nvme_weights:
-            return p.load(weight, self.ring)
-        return self.ring.holding(weight) or p.prefetch(weight, out_of=self.staging.weight(i), into=self.ring.next())
+        weight = self.program.weight(i)
+        if (slot := self.ring.holding(weight)) is not None:
+            return slot
+        source = self.staging.weight(i) if i in self.places.nvme_weights else None
+        in_use = {*self.window.slots, *(due.weights for due in self.due)}
+        return self.program.prefetch(weight, out_of=source, into=self.ring.next(keep=in_use))
 
     def whole(self, groups: Sequence[Sequence[int]]) -> Program:
         """The program of the step, one of these groups of micro-batches after another."""
@@ -102,6 +105,7 @@ class StreamedStep:
                 singly=self.places.singly,
                 turn=self._turn,
             )
+        assert not self.due, "what is due has been updated before the last turn, or with the last block"
         for i in self.places.updates:
             for part in self.places.parts_of(i) if i in self.places.late else ():
                 self._update(i, part)
@@ -133,7 +137,7 @@ class StreamedStep:
     def _turn(self) -> None:
         """A block is about to run a micro-batch: see that states come, and update what is due."""
         self.passing.turn()
-        self._update_due(self.places.at_once)
+        self._update_due(self.passing.now)
         settled = self.places.settled
         self._update_before_forward(self.fusion.due(lambda i: i in settled or self.window.loaded(i) is not None))
         self.fusion.bring()
@@ -142,7 +146,7 @@ class StreamedStep:
         """The buffer for layer i's gradient, as `sweep` asks for it."""
         if i in self.places.adding_up:
             return None
-        return self.own[i] if i in self.own else self.grads.next()
+        return self.own[i] if i in self.own else self.grads.next(keep={due.grad[0] for due in self.due})
 
     def _done(self, i: int, buffer: str) -> None:
         """Layer i's gradient is in `buffer`: it leaves, unless its sum goes on there, and is applied if it can be."""
@@ -158,8 +162,7 @@ class StreamedStep:
         elif i in places.on_device:
             self._update_on_device(i, where)
             if i not in places.gradually or self.passing.is_last:
-                while self.due:
-                    self._update_due(places.at_once)
+                self._update_due(math.inf)
         elif i in places.resident:
             if self.clip:
                 p.norm([where], stream=Stream.COMPUTE, name=f"N.{p.model.layer_name(i)}")
@@ -225,9 +228,13 @@ class StreamedStep:
         target = self.staging.weight(i) if i in self.places.nvme_weights else None
         self.due += [Due(i, part, grad, weights, target) for part in self.places.parts]
 
-    def _update_due(self, most: int) -> None:
-        """Make so many of the updates on the device that are due, if there are so many."""
-        self._update_now([self.due.popleft() for _ in range(min(most, len(self.due)))])
+    def _update_due(self, turn: float) -> None:
+        """Make the updates on the device that follow a turn before this one, a few at a time."""
+        place, at_once = {part: n for n, part in enumerate(self.places.parts)}, self.places.at_once
+        ready = [due for due in self.due if self.passing.turn_of(due.block, place[due.part]) < turn]
+        for begin in range(0, len(ready), at_once):
+            some = [self.due.popleft() for _ in ready[begin : begin + at_once]]
+            self._update_now(some)
 
     def _update_now(self, some: Sequence[Due]) -> None:
         """Make these updates; what has been updated leaves."""

@@ -170,6 +170,11 @@ class Window:
         assert visited == i, "blocks run in the order of the visits"
         return slot
 
+    @property
+    def slots(self) -> list[str]:
+        """Where the weights of the visits to come are."""
+        return [slot for _, slot in self._loaded]
+
     def loaded(self, i: int) -> str | None:
         """The slot with block i's weights, if it is one of those that are loaded for the visits to come."""
         return next((slot for coming, slot in self._loaded if coming == i), None)
@@ -247,6 +252,13 @@ def land(
             p.norm([(buffer, p.grad(i))], stream=Stream.COMPUTE, name=name)  # the CPU has enough to do
         else:
             p.norm(landed, name=name)
+
+
+def spread_large(of: Sequence[T], count: int, size: Callable[[T], int]) -> set[T]:
+    """`count` of these, evenly spread over those at least half as large as the largest; then over the others, too."""
+    most = max(map(size, of), default=0)
+    large, small = ([one for one in of if (2 * size(one) >= most) is then] for then in (True, False))
+    return spread(large, count) | spread(small, max(count - len(large), 0))
 
 
 def spread(of: Sequence[T], count: int) -> set[T]:

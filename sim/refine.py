@@ -31,13 +31,16 @@ IDLE = 25  # rounds without a gain after which no more are tried
 SAME = 2e-3  # by what fraction of the best a step may be slower for fewer micro-batches
 
 
-def refine(found: Findings, *, begun: Candidate, hold: bool, stride: int | None = None) -> None:
-    """Change one knob of the best candidate at a time, while that makes it faster; by large steps, then small ones.
+def refine(
+    found: Findings, *, begun: Candidate, hold: bool, stride: int | None = None, at: Candidate | None = None
+) -> None:
+    """Change one knob of a candidate at a time, while that makes it faster; by large steps, then small ones.
 
-    The large ones are of `stride` values, a sixth of the blocks if left out. How many blocks are held is one of these
-    knobs if `hold`: early on it leads away from better places. `begun` is where the search began, see `knob_space`.
+    The candidate is `at`, which has been tried, the best so far if left out. The large steps are of `stride` values, a
+    sixth of the blocks if left out. How many blocks are held is one of these knobs if `hold`: early on it leads away
+    from better places. `begun` is where the search began, see `knob_space`.
     """
-    at = found.at
+    at = at or found.at
     if at is None:
         return
     cost = found.tried[at].cost_ns

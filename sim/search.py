@@ -37,6 +37,8 @@ WORTH_A_LOOK_TOO = 0.97  # the same in the other modes
 ASIDE = 3  # one in so many parts of the remaining effort is kept for the less likely modes
 LAST = 6  # one in so many parts of the effort is kept for a last refinement
 MORE = 2  # at the end there is so many times as much effort again, to improve what is best by then
+FAR_MORE = 4  # so many times as much to improve others where the best is then FAR_OFF
+ELSEWHERE = 3  # others, each the best of its split and mode of recompute
 MORE_STRIDE = 4  # values by which a knob is changed at first in that
 LONG = 16  # micro-batches of a step of which a part is planned first
 PART = 4  # that part has a PARTth of the micro-batches
@@ -433,9 +435,39 @@ class Search:
         if self.found.cost_ns > least_ns * (1.0 + NEARLY_LEAST):
             self.found.effort = MORE * self.effort
             self.refine(hold=True, stride=MORE_STRIDE)
-            shake(self.found, begun=self.start)
-            self.found.effort = max(self.found.effort, self.effort)
-            send_away(self.found)
+            self.together()
+        if self.found.cost_ns > least_ns * (1.0 + FAR_OFF) and self.effort:
+            self.elsewhere([workload for found, workload in bounded if found.period_ns < self.found.cost_ns])
+
+    def together(self) -> None:
+        """Change several knobs of the best candidate together."""
+        shake(self.found, begun=self.start)
+        self.found.effort = max(self.found.effort, self.effort)
+        send_away(self.found)
+
+    def elsewhere(self, steps: list[Workload]) -> None:
+        """Improve the best candidates of the other `steps`, too: a long step leaves time for few, all of one kind.
+
+        Not those that wait for a drive, to which the size of micro-batches makes little difference.
+        """
+        at = self.found.at
+        if at is None or at.value("nvme"):
+            return
+        others = [workload for workload in steps if workload != at.workload]
+        small: dict[str, Knob] = {"slack": 1, "slots": min(at.count("slots"), 2), "offload": 0}
+        for workload in others:
+            there = replace(at, workload=workload)
+            self.found.evaluate(there, there.with_knobs(small))
+        best: dict[Workload, Candidate] = {}
+        for candidate, tried in sorted(self.found.tried.items(), key=lambda item: item[1].cost_ns):
+            if tried.period_ns is not None and candidate.policy == OURS and candidate.workload in others:
+                best.setdefault(candidate.workload, candidate)
+        for start in list(best.values())[:ELSEWHERE]:
+            self.found.effort = FAR_MORE * self.effort // ELSEWHERE
+            refine(self.found, begun=self.start, hold=True, stride=MORE_STRIDE, at=start)
+        if self.found.at != at:
+            self.found.effort = MORE * self.effort
+            self.together()
 
     def named(self, *workloads: Workload) -> None:
         """Every exact policy with the knobs it comes with."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from schedules import presets
 from schedules.placement import Places
+from schedules.sweep import spread, spread_large
 from schedules.workload import Workload
 
 COUNTS = ("singly", "defer", "resident", "hold", "through", "stay", "nvme", "nvme_weights")
@@ -74,6 +75,42 @@ def test_states_of_held_blocks_pass_first(hold: int, through: int, settled: int,
     knobs = dict.fromkeys(COUNTS, 0) | {"hold": hold, "through": through}
     found = Places(model, Workload(micro_batch_size=1, seq_len=8), groups=1, parts=1, **knobs)
     assert (len(found.settled), len(found.through & set(found.streamed))) == (settled, streaming)
+
+
+@pytest.mark.parametrize("knob", ["hold", "through", "stay", "defer", "nvme"])
+def test_small_blocks_are_placed_elsewhere_last(knob: str) -> None:
+    """Some of Nemotron 3's have attention alone, a thirtieth of what those with experts have."""
+    model = presets.load("nemotron-3-nano-30b-a3b")
+    small = {i for i in model.blocks if 2 * model.params(i) < model.params(model.largest_block)}
+
+    def chosen(count: int) -> set[int]:
+        knobs = dict.fromkeys(COUNTS, 0) | {knob: count}
+        places = Places(model, Workload(micro_batch_size=1, seq_len=8), groups=1, parts=1, **knobs)
+        found = {
+            "hold": set(places.held),
+            "through": places.through,
+            "stay": {i for i, _ in places.staying},
+            "defer": places.late,
+            "nvme": {i for i, _ in places.nvme_states},
+        }[knob]
+        assert len(found) == count
+        return found
+
+    blocks = len(model.blocks)
+    assert len(small) == 6
+    assert chosen(blocks - 6).isdisjoint(small)
+    assert len(chosen(blocks - 4) & small) == 2 and chosen(blocks) == {*model.blocks}
+
+
+@given(st.lists(st.integers(1, 9)), st.integers(0, 20))
+def test_so_many_are_spread_over_the_large_ones_first(sizes: list[int], count: int) -> None:
+    of = range(len(sizes))
+    found = spread_large(of, count, sizes.__getitem__)
+    large = [i for i in of if 2 * sizes[i] >= max(sizes)]
+    assert len(found) == min(count, len(sizes))
+    assert found <= {*large} or found >= {*large}
+    if count <= len(large):
+        assert found == spread(large, count)
 
 
 def test_weights_on_a_drive_are_of_blocks_spread_over_those_whose_states_are_there() -> None:

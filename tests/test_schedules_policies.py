@@ -377,6 +377,19 @@ def test_streamed_brings_activations_back_with_the_slack_asked_for() -> None:
     assert [lead(slack) for slack in (1, 2, 3)] == [1, 2, 3]
 
 
+def test_streamed_sends_activations_away_at_once_and_leaves_them_the_time_that_was_asked_for() -> None:
+    def time(slack: int) -> int:
+        """Forwards until one writes where the activations of block 2 have been."""
+        schedule = policies.build("streamed", blocks(8), workload(), ROOM, keep=0, offload=8, slack=slack)
+        assert place(schedule, "F.2.0") < place(schedule, "O.s.2.0") < place(schedule, "F.3.0")
+        gone = schedule.index["O.s.2.0"]
+        (left,) = (access.buffer for access in schedule.ops[gone].reads)
+        forwards = [op for op in schedule.ops[gone:] if op.phase == Phase.FORWARD]
+        return next(n for n, op in enumerate(forwards) if left in {access.buffer for access in op.writes})
+
+    assert [time(slack) for slack in (1, 2, 3)] == [1, 2, 3]
+
+
 def test_streamed_loads_first_what_the_step_before_updates_first() -> None:
     schedule = policies.build("streamed", blocks(8), workload(), ROOM)
     loads = [op.layer for op in schedule.streams[Stream.H2D][:4]]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from schedules import presets
+from schedules.errors import ProgramError
 from schedules.op import Tier
 from schedules.program import Program
 from schedules.tensor import parts
@@ -31,6 +34,28 @@ def test_a_ring_hands_out_the_slot_used_longest_ago_and_empties_it() -> None:
     assert [p.weight(i) in ring for i in range(4)] == [True, False, False, True]
     ring.clear()
     assert not any(p.weight(i) in ring for i in range(4))
+
+
+def test_a_ring_passes_over_slots_that_are_to_be_kept() -> None:
+    p = Program(MODEL, STEP)
+    ring = p.slots("weight", 3)
+    first, second, third = (p.load(p.weight(i), ring) for i in range(3))
+    assert ring.next(keep={first, None}) == second
+    assert p.holds(first) == p.weight(0) and p.holds(second) is None
+    assert [ring.next(), ring.next(), ring.next()] == [first, third, second]
+    with pytest.raises(ProgramError, match="all slots of the ring are to be kept"):
+        ring.next(keep=[first, second, third])
+
+
+def test_only_what_is_held_is_released() -> None:
+    p = Program(MODEL, STEP)
+    p.forward(p.model.embed)
+    p.forward(0)
+    buffer = p.evict(p.output(p.model.embed, 0), hold=True)
+    p.release(buffer)
+    for wrong in (buffer, "hidden9"):
+        with pytest.raises(ProgramError, match="not on hold"):
+            p.release(wrong)
 
 
 def test_a_buffer_is_loaded_into_unless_the_tensor_stands_there() -> None:

@@ -41,13 +41,14 @@ def slots(schedule: Schedule, kind: str) -> int:
     return sum(b.tier == Tier.DEVICE and b.name.startswith(kind) for b in schedule.buffers)
 
 
-def updated_between(schedule: Schedule, block: int) -> list[list[str]]:
-    """Updates of a block on the device: after its backward, and after each micro-batch of the next block's; with
-    clipping after each forward of the block before."""
+def updated_between(schedule: Schedule, block: int, visits: int = 1) -> list[list[str]]:
+    """Updates of a block on the device: after its backward, and after each micro-batch of the next blocks', so many;
+    with clipping after each forward of the block before."""
     ops = schedule.streams[Stream.COMPUTE]
     place = {op.name: at for at, op in enumerate(ops)}
     last = schedule.workload.accumulation - 1
-    ends = [place[f"B.{block}.{last}"], *(place[f"B.{block - 1}.{m}"] for m in range(last + 1))]
+    then = [(block - n, m) for n in range(1, visits + 1) for m in range(last + 1)]
+    ends = [place[f"B.{block}.{last}"], *(place[f"B.{i}.{m}"] for i, m in then)]
     if schedule.workload.grad_clip is not None:
         ends = [*(place[f"F.{block - 1}.{m}"] for m in range(last + 1)), place[f"F.{block}.0"]]
     names = {op.name for op in ops if op.phase == Phase.ADAM and op.layer == block}
@@ -136,28 +137,54 @@ def test_a_part_that_lives_on_the_drive_is_read_before_and_written_after() -> No
 
 def test_beside_micro_batches_a_state_passes_through_few_buffers_a_part_before_each() -> None:
     """Four parts beside four micro-batches: one at a time, the next to come, and one that leaves."""
-    schedule = passing(accumulation=4, through=4, parts=4, grad_slots=1)
+    schedule = passing(accumulation=4, through=BLOCKS, parts=4, grad_slots=1)
     assert [slots(schedule, kind) for kind in ("state", "weight", "grad")] == [3, 3, 2]
-    for block in {op.layer for _, op in states_up(schedule)}:
+    for block in range(1, BLOCKS):
         assert updated_between(schedule, block) == [[f"U.{block}.{part}of4"] for part in range(4)]
 
 
+@pytest.mark.parametrize(("through", "parts", "counts"), [(4, 4, [1, 0] * 4), (8, 4, [1, 0] * 4), (4, 16, [2] * 8)])
+def test_where_the_next_is_two_visits_away_or_more_an_update_takes_two(
+    through: int, parts: int, counts: list[int]
+) -> None:
+    """So that links are as busy beside blocks that the CPU updates. No slot more: what is in use is passed over."""
+    schedule = passing(accumulation=4, through=through, parts=parts)
+    assert [slots(schedule, kind) for kind in ("weight", "grad")] == [3, 2]
+    blocks = sorted({op.layer for _, op in states_up(schedule) if op.layer is not None})
+    assert len(blocks) == through and min(b - a for a, b in pairwise(blocks)) >= 2
+    for block in [block for block in blocks if block > 1]:
+        found = updated_between(schedule, block, visits=2)
+        assert [len(names) for names in found] == counts
+        assert [name for names in found for name in names] == [f"U.{block}.{part}of{parts}" for part in range(parts)]
+
+
+@pytest.mark.parametrize("through", [4, BLOCKS // 2, BLOCKS])
+def test_what_is_updated_last_has_the_turns_that_are_left(through: int) -> None:
+    schedule = passing(accumulation=4, through=through, parts=4)
+    place = {op.name: at for at, op in enumerate(schedule.streams[Stream.COMPUTE])}
+    block = min(op.layer for _, op in states_up(schedule) if op.layer)
+    assert block in (1, 2) or through == 4
+    assert place[f"U.{block}.3of4"] < place["B.embed.0"]
+
+
 def test_of_more_parts_than_micro_batches_several_are_updated_before_each() -> None:
-    schedule = passing(accumulation=4, through=4, parts=11)  # three at a time, and two of the last
+    schedule = passing(accumulation=4, through=BLOCKS, parts=11)  # three at a time, and two of the last
     assert slots(schedule, "state") == 7
-    for block in {op.layer for _, op in states_up(schedule)}:
+    for block in range(1, BLOCKS):
         assert [len(names) for names in updated_between(schedule, block)] == [3, 3, 3, 2]
 
 
-def test_what_is_brought_for_a_gradual_update_comes_two_micro_batches_before_or_three() -> None:
-    schedule = passing(accumulation=4, through=1, parts=4)
+@pytest.mark.parametrize("through", [1, BLOCKS])
+def test_what_is_brought_for_a_gradual_update_comes_two_micro_batches_before_or_three(through: int) -> None:
+    schedule = passing(accumulation=4, through=through, parts=4)
     micro_batches = [at for at, op in enumerate(schedule.ops) if op.phase == Phase.BACKWARD]
     place = {op.name: at for at, op in enumerate(schedule.ops)}
-    ahead = []
+    ahead = Counter[int]()
     for at, op in states_up(schedule):
         update = place[op.name.replace("P.o", "U")]
-        ahead.append(sum(at < ran < update for ran in micro_batches))
-    assert ahead == [AHEAD + 1, AHEAD + 1, AHEAD + 1, AHEAD]  # for the last there is no buffer before
+        ahead[sum(at < ran < update for ran in micro_batches)] += 1
+    # where all come, there is no buffer before, but for the first three; and the last block is updated at once
+    assert ahead == ({AHEAD + 1: 4} if through == 1 else {AHEAD + 1: 3, AHEAD: 4 * BLOCKS - 6, 1: 1, 0: 2})
 
 
 @pytest.mark.parametrize(
@@ -208,8 +235,9 @@ def test_held_weights_whose_states_pass_never_move(knobs: dict[str, Knob]) -> No
 def test_held_weights_need_no_slot_more_while_their_block_is_updated_gradually() -> None:
     held = passing(accumulation=4, through=4, hold=4, parts=4)
     assert [slots(held, kind) for kind in ("state", "weight", "grad")] == [3, 2, 2]
-    for block in {op.layer for _, op in states_up(held)} - {0}:
-        assert updated_between(held, block) == [[f"U.{block}.{part}of4"] for part in range(4)]
+    for block in {op.layer for _, op in states_up(held)} - {0, 1}:
+        found = updated_between(held, block, visits=2)
+        assert found == [names for part in range(4) for names in ([f"U.{block}.{part}of4"], [])]
     both = passing(accumulation=4, through=6, hold=4, parts=4)
     assert [slots(both, kind) for kind in ("state", "weight", "grad")] == [3, 3, 2]
 
@@ -220,8 +248,10 @@ def test_a_block_whose_state_stays_is_updated_at_once_beside_others_that_are_not
     schedule = passing(accumulation=4, through=4, hold=hold, parts=4, stay=6)
     updated = [op for op in schedule.ops if op.phase == Phase.ADAM and op.stream == Stream.COMPUTE]
     blocks = {op.layer for op in updated if op.layer}
-    found = Counter(tuple(map(len, updated_between(schedule, block))) for block in blocks)
-    assert found == {(1, 1, 1, 1): gradually, (4, 0, 0, 0): len(blocks) - gradually} and len(blocks) > gradually
+    found = [tuple(map(len, updated_between(schedule, block, visits=2))) for block in blocks if block > 1]
+    found += [tuple(map(len, updated_between(schedule, 1))) for block in blocks if block == 1]
+    assert Counter(counts[0] for counts in found) == {1: gradually, 4: len(blocks) - gradually}
+    assert len(blocks) > gradually and all(max(counts) == counts[0] for counts in found)
 
 
 def test_of_one_block_a_few_parts_pass_through_two_buffers() -> None:

@@ -13,11 +13,11 @@ from schedules.op import Tier
 from schedules.schedule import Knob
 from schedules.workload import Workload
 from sim import hardware
-from sim.candidate import OURS, Candidate, Tried, Verdict
+from sim.candidate import OURS, Candidate, Judge, Tried, Verdict
 from sim.findings import Findings
 from sim.prediction import Prediction, memory_of
 from sim.refine import IDLE, fewer_micro_batches, refine, send_away, shake
-from sim.search import Search
+from sim.search import ELSEWHERE, Search
 
 MODEL = replace(presets.load("qwen2.5-7b"), num_hidden_layers=24, vocab_size=8192)
 START = Candidate(policy=OURS, workload=Workload(micro_batch_size=1, seq_len=512))
@@ -30,8 +30,8 @@ def unjudged(candidate: Candidate) -> Tried:
     return Tried(policy=OURS, workload=candidate.workload, knobs=dict(candidate.knobs), period_ns=None, reason="")
 
 
-def findings(cost: Cost, *, effort: int = FAR_AWAY, knobs: dict[str, int] | None = None) -> Findings:
-    """A search that stands at START with these knobs."""
+def judging(cost: Cost) -> Judge:
+    """Judges candidates by these costs."""
 
     def judge(candidates: list[Candidate], best_ns: float) -> Iterator[Verdict]:
         for candidate in candidates:
@@ -40,8 +40,13 @@ def findings(cost: Cost, *, effort: int = FAR_AWAY, knobs: dict[str, int] | None
             better = ns is not None and ns < best_ns
             yield Verdict(tried, cast("Prediction", object()) if better else None, 1, None if ns else Tier.DEVICE)
 
+    return judge
+
+
+def findings(cost: Cost, *, effort: int = FAR_AWAY, knobs: dict[str, int] | None = None) -> Findings:
+    """A search that stands at START with these knobs."""
     profile = hardware.load("h200")
-    found = Findings(MODEL, profile, memory_of(profile), judge, effort)
+    found = Findings(MODEL, profile, memory_of(profile), judging(cost), effort)
     found.evaluate(START.with_knobs(dict(knobs or {})))
     return found
 
@@ -160,6 +165,58 @@ def test_where_held_weights_leave_no_room_there_are_fewer_slots(room: int, tried
 
 def split(count: int, recompute: str = "none") -> Workload:
     return replace(START.workload, micro_batch_size=16 // count, accumulation=count, recompute=recompute)
+
+
+def searching(cost: Cost, **knobs: Knob) -> Search:
+    """A search that stands at eight micro-batches with these knobs."""
+    profile = hardware.load("h200")
+    search = Search(MODEL, profile, memory_of(profile), judging(cost))
+    search.found.evaluate(replace(START, workload=split(8)).with_knobs(knobs))
+    return search
+
+
+def better_elsewhere(candidate: Candidate) -> int:
+    """Other numbers of micro-batches take longer by 5 % for each, but gain by resident layers."""
+    apart = abs(candidate.workload.accumulation.bit_length() - 4)
+    return 10**9 + 5 * 10**7 * apart - 10**7 * candidate.count("resident") * (1 if apart else 0)
+
+
+STEPS = [split(count) for count in (1, 2, 4, 8, 16)]
+
+
+def test_other_splits_are_improved_as_well() -> None:
+    search = searching(better_elsewhere)
+    search.elsewhere(STEPS)
+    assert search.found.at is not None
+    assert search.found.at.workload.accumulation in (4, 16)
+    assert search.found.at.count("resident") == len(MODEL.layers)
+
+
+def test_only_the_best_of_other_splits_are() -> None:
+    """One micro-batch is as far away as can be, and the mode of recompute is the same."""
+    search = searching(better_elsewhere)
+    search.elsewhere(STEPS)
+    improved = {c.workload.accumulation for c in search.found.tried if c.count("resident")}
+    assert len(improved) == ELSEWHERE and not improved & {1, 8}
+
+
+def test_nothing_else_is_tried_where_a_drive_is_the_limit() -> None:
+    search = searching(better_elsewhere)
+    assert search.found.at is not None
+    search.found.at = search.found.at.with_knobs({"nvme": 3})
+    search.elsewhere(STEPS)
+    assert {c.workload.accumulation for c in search.found.tried} == {8}
+
+
+def test_what_has_no_room_elsewhere_is_tried_with_fewer_buffers() -> None:
+    def cost(candidate: Candidate) -> int | None:
+        four = candidate.workload.accumulation == 4
+        tight = four and candidate.count("slack") + candidate.count("slots") + candidate.count("offload") > 3
+        return None if tight else 10**9 - 10**8 * four
+
+    search = searching(cost, slack=4, slots=4, offload=2)
+    search.elsewhere(STEPS)
+    assert search.found.at is not None and search.found.at.workload == split(4)
 
 
 @pytest.mark.parametrize(
