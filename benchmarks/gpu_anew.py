@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import gpu_machine
@@ -12,7 +14,7 @@ from gpu_case import budget_of, limit_gib
 from gpu_machine import Row
 from gpu_profile import machine_of, of_run, profile_of
 
-from schedules import policies, presets
+from schedules import codec, policies, presets
 from schedules.op import Stream
 from schedules.schedule import Schedule
 from schedules.workload import Workload
@@ -22,6 +24,8 @@ from sim.machine import HardwareProfile
 from sim.prediction import predict
 from sim.signature import timed
 
+# schedules that were run and that their policies no longer make
+STORED = Path(__file__).parent.parent / "analysis" / "results" / "gpu" / "schedules"
 HOST_ADAM = "host.adam_params_per_s"
 
 
@@ -43,7 +47,7 @@ def predicted(body: dict[str, Any], assumed: Sequence[str] = ()) -> dict[str, An
     """What is predicted of each step by its case's key, as far as the step was measured.
 
     `assumed` of the machine, as for `hardware.override`; with the optimizer's pace on the host it was not timed. Raises
-    ValueError where a policy no longer makes the schedule that was run, InputError.
+    ValueError where a policy no longer makes the schedule that was run and none is stored, InputError.
     """
     rows, found = body["rows"], dict[str, Anew]()
     gpu = body["runs"][0]["gpu"]
@@ -115,7 +119,11 @@ def _timed(profile: HardwareProfile, change: Callable[[Mapping[str, float]], Map
 
 
 def _rebuilt(key: str, row: Row, host_bytes: int) -> Schedule:
-    """The schedule of a row, from the policy, the batch and the knobs that it names."""
+    """The schedule of a row: from the policy, the batch and the knobs that it names, or if STORED has it, from there."""
+    if (file := STORED / f"{row['digest'][:8]}.json.gz").is_file():
+        schedule = codec.loads(gzip.decompress(file.read_bytes()).decode())
+        assert schedule.digest == row["digest"], file
+        return schedule
     fields = {field.name for field in dataclasses.fields(Workload)} & row.keys()
     gib = limit_gib(key)
     planned_for = round(row["planned_for_GB"] * 1e9)
@@ -128,5 +136,6 @@ def _rebuilt(key: str, row: Row, host_bytes: int) -> Schedule:
         **row["knobs"],
     )
     if schedule.digest != row["digest"]:
-        raise ValueError(f"{key}: {row['policy']} no longer makes the schedule {row['digest'][:8]} that was run")
+        was = f"the schedule {row['digest'][:8]} that was run"
+        raise ValueError(f"{key}: {row['policy']} no longer makes {was}; store it in {STORED}")
     return schedule
