@@ -119,7 +119,7 @@ def _timed(profile: HardwareProfile, change: Callable[[Mapping[str, float]], Map
 
 
 def _rebuilt(key: str, row: Row, host_bytes: int) -> Schedule:
-    """The schedule of a row: from the policy, the batch and the knobs that it names, or if STORED has it, from there."""
+    """The schedule of a row: from the policy, the batch and the knobs that it names, or from STORED if it is there."""
     if (file := STORED / f"{row['digest'][:8]}.json.gz").is_file():
         schedule = codec.loads(gzip.decompress(file.read_bytes()).decode())
         assert schedule.digest == row["digest"], file

@@ -4,7 +4,8 @@ A candidate is a policy with knobs and a split of the step into micro-batches. I
 dropped if a bound of it (area, then cycle ratio: the limit of the longest-path engine) already exceeds the best period
 known; otherwise simulated. Where there are few placements, all of them are candidates (`sim.few_placements`). Elsewhere
 the first candidates are a coarse grid and what the bound over all placements suggests, and from the best of these the
-search goes on: one knob at a time, in the end several together, until no change helps or the effort is spent.
+search goes on: one knob at a time, in the end several together, until no change helps or the effort is spent. If that
+ends far above the bound, it goes on from the best of other splits as well.
 """
 
 from __future__ import annotations
@@ -418,7 +419,7 @@ class Search:
 
     def improve(self, bounded: list[Bounded]) -> None:
         """Improve the best candidate by larger changes of one knob, then by several knobs together, unless it is near
-        the bound.
+        the bound; and where it stays far from it, the best of other splits.
 
         Where it is far from the bound, each split is first tried with as many blocks' weights held as have room:
         changing one knob at a time does not lead there from a candidate with many resident layers.
@@ -437,7 +438,8 @@ class Search:
             self.refine(hold=True, stride=MORE_STRIDE)
             self.together()
         if self.found.cost_ns > least_ns * (1.0 + FAR_OFF) and self.effort:
-            self.elsewhere([workload for found, workload in bounded if found.period_ns < self.found.cost_ns])
+            some = worth_searching(bounded)
+            self.elsewhere([workload for found, workload in some if found.period_ns < self.found.cost_ns])
 
     def together(self) -> None:
         """Change several knobs of the best candidate together."""

@@ -23,7 +23,7 @@ does not leave either. With nvme=n the state of n blocks lives on a drive, with 
 too: they come through the host for the forward, and again for the backward, after which they are updated there and go
 back. With parts=n gradients leave the device, and states come to their updates, in n parts a block, each updated by
 itself: no buffer on the host has room for a whole one, and a block's state may live in several places. What passes
-through is then updated beside the next block's micro-batches, where that spares memory: few parts are there at a time.
+through is then updated beside the micro-batches of the next block, or two, where that spares memory.
 
 Order of updates. Gradients land last layer first; the next forward needs the first layer first. Updated as they land,
 all must be done before the next forward begins. `defer` picks that many blocks, evenly spread, and updates them after
@@ -31,7 +31,7 @@ all others, first block first, beside the next forward. With gradient clipping n
 norm is known: all layers are updated in that order, but for what through=n and stay=n update on the device, just before
 its next forward, with the gradient that the step before has left.
 
-Exact; nothing is approximated. Of knobs that speak of other blocks, more than are left means all.
+Exact; nothing is approximated. Of knobs for other blocks, more than are left means all; small blocks are chosen last.
 """
 
 from __future__ import annotations
