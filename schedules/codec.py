@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from schedules.errors import InputError
-from schedules.file_kinds import SCHEDULE, not_json, wrong_kind
+from schedules.file_kinds import ENCODING, SCHEDULE, not_json, wrong_kind
 from schedules.files import write_text
 from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
@@ -90,7 +90,7 @@ def read(path: Path) -> Schedule:
         CodecError: the file is missing, is cut off, or holds something else than a schedule.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding=ENCODING)
     except (OSError, UnicodeDecodeError) as error:
         raise CodecError(f"cannot read {path}: {error}") from None
     if wrong := wrong_kind(text, SCHEDULE):

@@ -14,6 +14,7 @@ _SIGNS = {
     '"architectures"': MODEL,
 }
 _START = 1000  # characters
+ENCODING = "utf-8-sig"  # of what people may have edited: some editors mark UTF-8 by three bytes at the start
 
 
 def kind_of(text: str) -> str | None:
@@ -23,7 +24,7 @@ def kind_of(text: str) -> str | None:
 
 def kind_of_file(path: Path) -> str | None:
     """What a file holds; of one that is no JSON object, weights for one, no more than the beginning is read."""
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open(encoding=ENCODING, errors="replace") as file:
         start = file.read(_START)
         return kind_of(start + file.read()) if start.lstrip().startswith("{") else None
 

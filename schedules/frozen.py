@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal
 
 from schedules.end_layers import end_buffers
+from schedules.errors import ProgramError
 from schedules.op import Stream, Tier
 from schedules.program import Program
 from schedules.quantised import is_quantised
@@ -35,6 +36,8 @@ class Frozen:
         slots: int,
         whole: Whole = "blocks",
     ) -> None:
+        if whole == "matrices" and p.workload.quantised is None:
+            raise ProgramError("whole=matrices is of quantised weights, and here none are: add quantised=nf4")
         self._program, self._staying, self._on_drive = p, staying, on_drive
         p.keep_on_device(*map(self.kept, staying))
         p.keep_on_nvme(*map(self.kept, on_drive))

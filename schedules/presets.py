@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from schedules.file_kinds import MODEL, wrong_kind
+from schedules.file_kinds import ENCODING, MODEL, wrong_kind
 from schedules.model import ModelError, ModelSpec
 from schedules.words import nearest, plain
 
@@ -52,7 +52,7 @@ def load(name_or_path: str | Path) -> ModelSpec:
 
 def _read(path: Path, name: str) -> ModelSpec:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding=ENCODING)
         if wrong := wrong_kind(text, MODEL):
             raise ModelError(f"{path} {wrong}")
         config = json.loads(text)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedules.errors import InputError
-from schedules.file_kinds import TRACE, not_json, wrong_kind
+from schedules.file_kinds import ENCODING, TRACE, not_json, wrong_kind
 from schedules.files import write_text
 from schedules.op import Stream, Tier
 from schedules.schedule import Schedule
@@ -179,7 +179,7 @@ class Trace:
             TraceError: the file is not a whole trace.
         """
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding=ENCODING)
         except UnicodeDecodeError as error:
             raise TraceError(f"{path} is not text: {error}") from None
         if wrong := wrong_kind(text, TRACE):

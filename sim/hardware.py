@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from schedules.errors import InputError
-from schedules.file_kinds import PROFILE, wrong_kind
+from schedules.file_kinds import ENCODING, PROFILE, not_json, wrong_kind
 from schedules.files import write_text
 from schedules.whole_numbers import fault
 from schedules.words import nearest, plain
@@ -171,7 +171,7 @@ def load(name_or_path: str | Path) -> HardwareProfile:
         raise HardwareError(f"no hardware profile is called {name!r}{_nearest(name, names())}")
     path = Path(name) if is_path else PROFILES / f"{name}.json"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding=ENCODING)
         if wrong := wrong_kind(text, PROFILE):
             raise HardwareError(f"{path} {wrong}")
         document = json.loads(text, object_pairs_hook=_plain_object)
@@ -182,8 +182,7 @@ def load(name_or_path: str | Path) -> HardwareProfile:
     except OSError as error:
         raise HardwareError(f"cannot read {path}: {error.strerror}") from error
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
-        raise HardwareError(f"{path.name} is not JSON at {where}, {error.msg} (is the file cut off?)") from error
+        raise HardwareError(f"{path.name}: {not_json(error)}") from error
     except (ValueError, RecursionError) as error:
         raise HardwareError(f"{path.name}: {error}") from error
     if isinstance(document, dict):

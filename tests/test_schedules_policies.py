@@ -730,6 +730,9 @@ def test_a_bad_knob_is_refused_when_building(knobs: dict[str, Knob], message: st
 def test_adapters_have_a_rank() -> None:
     with pytest.raises(PolicyError, match="lora_streamed: rank: of the adapters, at least 1, not 0"):
         policies.build("lora_streamed", TINY, workload(), ROOM, rank=0)
+    for name in ("lora_streamed", "flexgen_block"):
+        with pytest.raises(PolicyError, match=f"{name}: whole=matrices is of quantised weights.* add quantised=nf4"):
+            policies.build(name, TINY, workload(), ROOM, whole="matrices")
 
 
 @pytest.mark.parametrize(
