@@ -91,4 +91,6 @@ def command(
     if alone or first.lora_rank is not None or first.task != "train":
         words += ["--policy", policy]
     words += [f"--{name}" for name in (profile.way or "plain").split() if name != "plain"]
+    if profile.nvme is not None:  # or what is measured anew would be a machine without a drive
+        words += ["--nvme", "FOLDER"]
     return shlex.join([*words, "--out", "FILE"])

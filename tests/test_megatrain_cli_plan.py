@@ -239,7 +239,7 @@ def test_a_plan_on_a_datasheet_leaves_nothing_out() -> None:
 def test_what_a_profile_lacks_is_told_with_the_command(here: str) -> None:
     told = megatrain("simulate", "tiny", "-H", here)
     assert told.returncode == 2 and "it covers tiny at 4x64 in bf16" in told.stderr
-    assert "megatrain profile tiny --batch 8 --seq 1024 --precision bf16 --out FILE" in told.stderr
+    assert "megatrain profile tiny --batch 8 --seq 1024 --precision bf16 --nvme FOLDER --out FILE" in told.stderr
 
 
 def test_a_number_that_measured_times_do_not_follow_is_noted(here: str) -> None:

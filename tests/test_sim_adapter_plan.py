@@ -133,7 +133,7 @@ def test_a_plan_says_how_to_measure_what_it_left_out(capsys: pytest.CaptureFixtu
     found = plan_adapters(MODEL, timed(MODEL, [step], "rtx4090", [POLICY]), **STEP)
     left_out = sum(not tried.measured for tried in found.tried)
     command = "--batch 4 --seq 512 --precision bf16 --recompute pointwise --policy 'lora_streamed rank=4 resident=6'"
-    assert left_out and found.measure_with == f"megatrain profile qwen2.5-0.5b {command} --out FILE"
+    assert left_out and found.measure_with == f"megatrain profile qwen2.5-0.5b {command} --nvme FOLDER --out FILE"
     tables.show(found)
     assert f"{left_out} of the candidates tried were left out, for the profile has no" in capsys.readouterr().out
     assert tables.record(found)["measure_with"] == found.measure_with

@@ -67,7 +67,8 @@ def test_a_missing_time_is_told_with_what_there_is_and_the_whole_command() -> No
     with pytest.raises(MissingCost) as told:
         predict(schedule, timed(TINY, [step(4, precision="fp32")]))
     assert "it covers tiny at 4x64 in fp32;" in str(told.value)
-    assert str(told.value).endswith("megatrain profile tiny --batch 8 --seq 1024 --precision bf16 --out FILE")
+    line = "megatrain profile tiny --batch 8 --seq 1024 --precision bf16 --nvme FOLDER --out FILE"
+    assert str(told.value).endswith(line)
     again = pickle.loads(pickle.dumps(told.value))
     assert (str(again), again.what) == (str(told.value), told.value.what)
 
@@ -112,14 +113,17 @@ def test_a_kind_of_op_that_no_timed_policy_has_is_told_in_words_with_the_policy_
     with pytest.raises(MissingCost) as told:
         predict(schedule, profile)
     expected = f"no measured time for tiny/{lacks}; it covers tiny at 2x64, 4x64 in bf16, but no such op; measure"
-    assert expected in str(told.value) and str(told.value).endswith(f" --precision bf16 --policy {named} --out FILE")
+    assert expected in str(told.value)
+    assert str(told.value).endswith(f" --precision bf16 --policy {named} --nvme FOLDER --out FILE")
 
 
 def test_a_policy_of_a_file_is_not_named_as_one_to_measure() -> None:
     """Its name is not enough to find it by."""
     profile = timed(TINY, [step(2)], names=["resident"])
     schedule = replace(policies.build("megatrain", TINY, step(2), memory_of(profile)), policy="mine")
-    with pytest.raises(MissingCost, match=r"but no such op; measure it with: .* --precision bf16 --out FILE$"):
+    with pytest.raises(
+        MissingCost, match=r"no such op; measure it with: .* --precision bf16 --nvme FOLDER --out FILE$"
+    ):
         predict(schedule, profile)
 
 
@@ -127,9 +131,9 @@ def test_what_measures_adapters_or_an_evaluation_names_a_policy_that_there_is_wi
     """Another rank's ops are other ops, and the name of a user's file is no policy."""
     profile = timed(TINY, [step(2)], names=["resident"])
     (row,) = compare.rows(TINY, ["lora_streamed rank=4"], profile, step(2))
-    assert row.reason.endswith(" --policy 'lora_streamed rank=4' --out FILE")
+    assert row.reason.endswith(" --policy 'lora_streamed rank=4' --nvme FOLDER --out FILE")
     built = policies.build("lora_streamed", TINY, step(2), memory_of(profile), rank=4)
-    with pytest.raises(MissingCost, match=r" --policy 'YOURS.py .*rank=4.*' --out FILE$"):
+    with pytest.raises(MissingCost, match=r" --policy 'YOURS.py .*rank=4.*' --nvme FOLDER --out FILE$"):
         predict(replace(built, policy="mine"), profile)
 
 
@@ -150,11 +154,13 @@ def test_the_command_names_what_is_computed_again_and_who_has_the_ops_and_in_whi
     modes = [step(2, recompute="mlp"), step(4, 32), step(1, recompute="none")]
     older, graphs = timed(TINY, [step(4)]), replace(timed(TINY, [step(4)]), way="fused graphs")
     assert command("my model", modes, "streamed", older) == (
-        "megatrain profile 'my model' --batch 4 --seq 64 --precision bf16 --recompute none --recompute mlp --out FILE"
+        "megatrain profile 'my model' --batch 4 --seq 64 --precision bf16 --recompute none --recompute mlp "
+        "--nvme FOLDER --out FILE"
     )
+    assert "--nvme" not in command("tiny", [step(1)], "streamed", replace(older, nvme=None))
     assert "--policy lora_streamed" in command("tiny", [step(1, lora_rank=8)], "lora_streamed", older)
     assert "--recompute" not in command("tiny", [step(1)], "streamed", older)
-    assert "--precision bf16 --fused --graphs --out" in command("tiny", [step(1)], "streamed", graphs)
+    assert "--precision bf16 --fused --graphs --nvme FOLDER --out" in command("tiny", [step(1)], "streamed", graphs)
     assert command("tiny", [step(1)], "streamed", replace(older, way="plain")) == command(
         "tiny", [step(1)], "streamed", older
     )
@@ -167,7 +173,7 @@ def test_a_plan_considers_what_was_measured_and_tells_what_was_not() -> None:
     assert splits_left_out(found) == {"none": every - {(1, 4)}, "pointwise": every, "mlp": every}
     assert found.measure_with == (
         "megatrain profile tiny --batch 4 --seq 64 --precision bf16 --recompute none --recompute pointwise "
-        "--recompute mlp --out FILE"
+        "--recompute mlp --nvme FOLDER --out FILE"
     )
 
 
