@@ -118,9 +118,10 @@ def _draw(ax: Axes, rows: pd.DataFrame, line: _Line) -> None:
 
 
 def _scale(ax: Axes, room: float) -> None:
-    """From zero up, and beneath it room for marks."""
+    """From zero up, and beneath it room for marks; with no number but zero where no panel of the row has a rate."""
     top = ax.get_ylim()[1]
-    ticks = [tick for tick in ax.get_yticks() if 0 <= tick <= top]
+    fastest = max(panel.dataLim.y1 for panel in ax.get_shared_y_axes().get_siblings(ax))
+    ticks = [tick for tick in ax.get_yticks() if 0 <= tick <= top * (fastest > 0)]
     ax.set_yticks(ticks, [f"{tick:,.12g}" for tick in ticks])
     ax.set_ylim(-top * room / (1 - room), top)
 

@@ -301,3 +301,10 @@ def test_several_models_have_panels_of_their_own() -> None:
     figure = lines.throughput(run(points), axes_of(["batch=1,2"]), "predicted on h200")
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["tiny", "demo"]
     assert figure.get_suptitle() == "predicted on h200"
+
+
+def test_where_nothing_fits_there_is_no_scale_but_zero() -> None:
+    vary = ["host.memory=4kB,8kB"]
+    figure = lines.throughput(run(some(vary, ["streamed"])), axes_of(vary), "predicted on h200")
+    (ax,) = figure.axes
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["0"] and ax.get_ylim()[1] > 0
