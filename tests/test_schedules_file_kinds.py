@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from small_model import CONFIG
 
 from schedules import codec, policies, presets
 from schedules.file_kinds import MODEL, PROFILE, SCHEDULE, TRACE, kind_of_file
@@ -15,11 +16,6 @@ from schedules.trace import Trace
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.engine import simulate
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4,
-}  # fmt: skip
 
 
 def write(kind: str, path: Path) -> None:
