@@ -15,7 +15,13 @@ from megatrain.control_groups import GROUPS, PROC, folders
 
 def usable_cores(proc: Path = PROC, groups: Path = GROUPS) -> int:
     """How many, one at least; of a quota the whole cores."""
-    return max(1, min([len(os.sched_getaffinity(0)), *_quotas(proc, groups)]))
+    return max(1, min([_allowed(), *_quotas(proc, groups)]))
+
+
+def _allowed() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS and Windows, on which a process may run on every core
 
 
 def _quotas(proc: Path, groups: Path) -> Iterator[int]:

@@ -3,8 +3,8 @@
 Files lose their names as soon as they are open, so that the system frees them with the process, however that ends: what
 a killed run left could fill the drive. `df` counts them, `du` does not. Their blocks are allocated before the first
 step, so that a drive without room is told then and not in the middle of a run. Where the file system has direct access
-(O_DIRECT), pages do not pass through the kernel's cache, which would take the memory that training needs and hide the
-drive's speed; elsewhere access is through the cache.
+(O_DIRECT, or F_NOCACHE on macOS), pages do not pass through the kernel's cache, which would take the memory that
+training needs and hide the drive's speed; elsewhere access is through the cache.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from schedules.op import Buffer
 PIECE = 4 << 20  # bytes of one read or write: enough for a drive's full bandwidth
 DEPTH = 16  # pieces under way at once; one file's pieces go in parallel
 BLOCK = 4096  # what direct access aligns memory, length and place to
+MOST_FILES = 10240  # open at once, on macOS: it has no limit, and takes no larger one (OPEN_MAX, by its setrlimit(2))
 
 
 class DriveError(Refused):
@@ -55,7 +56,8 @@ class Drive:
         except OSError as error:
             raise DriveError(f"cannot keep buffers in {folder}: {error.strerror}") from None
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a buffer is an open file: 1,504 for a 70B's step
+        files = MOST_FILES if most == resource.RLIM_INFINITY else most
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))  # a buffer is an open file: 1,504 for a 70B's step
         self._workers = ThreadPoolExecutor(depth, thread_name_prefix="drive")
         self._bounce = threading.local()
         self._files: list[int] = []
@@ -73,7 +75,7 @@ class Drive:
             file = _open_nameless(self.folder)
             self._files.append(file)
             if length:
-                os.posix_fallocate(file, 0, length)
+                _fill(file, length)
             if self.direct:  # not before: where a file system cannot allocate, the C library writes single bytes
                 _go_direct(file)
         except OSError as error:
@@ -191,8 +193,21 @@ def _has_direct_access(folder: Path) -> bool:
         os.close(file)
 
 
+def _fill(file: int, length: int) -> None:
+    """Zeros, on blocks of the file's own. Raises OSError where there is no room."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, length)
+        return
+    zeros = memoryview(bytes(min(PIECE, length)))
+    for at in range(0, length, PIECE):  # macOS
+        os.pwrite(file, zeros[: length - at], at)
+
+
 def _go_direct(file: int) -> None:
     """What is read and written from now on passes the kernel's cache by. Raises OSError where that cannot be."""
+    if hasattr(fcntl, "F_NOCACHE"):  # macOS
+        fcntl.fcntl(file, fcntl.F_NOCACHE, 1)
+        return
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
 
 

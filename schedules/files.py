@@ -72,9 +72,9 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in UTF-8. Raises InputError when that cannot be done."""
+    """Write a text file in UTF-8, ends of lines as they are. Raises InputError when that cannot be done."""
     with whole(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", newline="")  # Windows would write \n as \r\n
 
 
 def require_file(path: Path) -> None:

@@ -68,3 +68,9 @@ def test_the_narrowest_group_counts(machine: tuple[Path, Path]) -> None:
 def test_none_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "_quotas", lambda proc, groups: iter([0]))
     assert usable_cores() == 1
+
+
+def test_other_systems_let_a_process_have_every_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 10)
+    assert usable_cores(tmp_path, tmp_path) == 10

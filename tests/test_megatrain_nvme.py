@@ -119,6 +119,26 @@ def test_blocks_are_allocated_where_the_file_system_itself_cannot(
         assert not found.any() and fcntl.fcntl(held._file, fcntl.F_GETFL) & os.O_DIRECT
 
 
+def test_on_macos_blocks_are_written_and_the_cache_is_told_to_keep_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[tuple[int, int]]()
+    monkeypatch.delattr(os, "posix_fallocate")
+    monkeypatch.delattr(os, "O_DIRECT")
+    monkeypatch.setattr(fcntl, "F_NOCACHE", 48, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", lambda file, command, value: told.append((command, value)))
+    monkeypatch.setattr(nvme, "PIECE", PIECE)
+    with Drive(tmp_path) as drive:
+        held, found = slab(drive, 2 * PIECE + 1), torch.ones(2 * PIECE + 1, dtype=torch.uint8)
+        assert drive.direct and told == [(48, 1)] * 2  # a first file only tries it
+        assert os.fstat(held._file).st_blocks * 512 >= os.fstat(held._file).st_size == 2 * PIECE + BLOCK
+        held.read(found)
+        assert not found.any()
+        held.write(found + 3)
+        held.read(found)
+        assert (found == 3).all()
+
+
 def test_slabs_are_zero_until_written_and_nan_when_poisoned(drive: Drive) -> None:
     held, found = slab(drive, 3 * PIECE), torch.ones(3 * PIECE // 4)
     held.read(found)
@@ -224,6 +244,14 @@ def test_there_may_be_more_buffers_than_a_shell_allows_files(tmp_path: Path, mon
                 slab(opened, BLOCK)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
+
+
+def test_no_limit_of_files_is_asked_for_as_macos_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[tuple[int, tuple[int, int]]]()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append((kind, limits)))
+    with Drive(tmp_path):
+        assert asked == [(resource.RLIMIT_NOFILE, (10240, resource.RLIM_INFINITY))]
 
 
 def test_a_file_that_was_cut_off_is_told(drive: Drive) -> None:

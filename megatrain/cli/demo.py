@@ -14,6 +14,7 @@ from megatrain.cli.options import (
     Backend,
     command_line,
     require_outputs,
+    require_unix,
 )
 
 
@@ -26,6 +27,7 @@ def demo(
 
     A policy that has no room here is left out, and named.
     """
+    require_unix()
     from analysis import demo_report, tables
     from megatrain import demo as demonstration
     from megatrain.fitting import told_left_out

@@ -248,6 +248,14 @@ def require_input(*files: Path) -> None:
             raise InputError(f"cannot read {file}: {'it is a folder' if file.is_dir() else 'there is no such file'}")
 
 
+def require_unix() -> None:
+    """Raises InputError on Windows, which has other locks, limits and signals: to be asked before they are imported."""
+    if sys.platform == "win32":
+        raise InputError(
+            "training and measuring need Linux or macOS; on Windows run them in WSL 2. All that predicts runs here"
+        )
+
+
 def require_outputs(
     *, files: Sequence[Path | None] = (), folders: Sequence[Path | None] = (), read: Sequence[Path | None] = ()
 ) -> None:

@@ -20,6 +20,7 @@ from megatrain.cli.options import (
     Seq,
     listed,
     require_outputs,
+    require_unix,
     shape_of,
     workload_of,
 )
@@ -71,6 +72,7 @@ def profile(
     timed, so that one with no room here can be measured all the same. What needs more memory even so is left out, and
     its policy named. An interrupted measurement resumes when run again.
     """
+    require_unix()
     import itertools
     from functools import partial
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatrain.cli.bars import progress_bar
-from megatrain.cli.interrupt import Interrupt
 from megatrain.cli.options import (
     Accumulation,
     Backend,
@@ -34,6 +33,7 @@ from megatrain.cli.options import (
     print_json,
     require_left_to_file,
     require_outputs,
+    require_unix,
     schedule_of,
     usual_length,
     workload_of,
@@ -168,6 +168,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Verify a schedule and train with it on this machine."""
+    require_unix()
+    from megatrain.cli.interrupt import Interrupt
     from megatrain.this_machine import backend_of, has_gpu, machine_here
     from schedules.verify import verify
     from sim.cost import MissingCost

@@ -17,6 +17,7 @@ from megatrain.cli.options import (
     listed,
     print_json,
     require_outputs,
+    require_unix,
     shape_of,
 )
 
@@ -56,6 +57,7 @@ def validate(
 
     The profiled shapes, three or more, must surround those that are run. The first steps of a run do not count.
     """
+    require_unix()
     from analysis import tables, validation, validation_report
     from megatrain import validate as grids
     from megatrain.terminal import print_words
