@@ -51,36 +51,45 @@ class Page:
 
 @cache
 def page(policy: str) -> Page:
-    """Build and simulate both models by a policy, given by name or path.
+    """Build and simulate both models by a policy, given by name or path and with any knobs: "streamed slots=3".
 
     Raises:
-        PolicyError: there is no such policy.
+        PolicyError: there is no such policy or knob, or one that it needs is left out.
         ScheduleError: it is one of the user's own, and not safe.
     """
     return Page(
         policy=policy,
-        words=policies.explain(policy),
+        words=policies.explain(_name(policy)),
         numbers=_predicted(policy, numbers=True),
         picture=_predicted(policy, numbers=False),
     )
 
 
+def _name(policy: str) -> str:
+    return policies.with_knobs(policy)[0]
+
+
+def _short(policy: str) -> str:
+    return policies.short(_name(policy))
+
+
 @cache
 def _predicted(policy: str, *, numbers: bool) -> Prediction:
-    knobs: dict[str, Knob] = {}
+    policy, given = policies.with_knobs(policy)
+    scaled: dict[str, Knob] = {}
     if numbers:
         model = presets.load(NUMBERS_MODEL)
     else:
         whole = presets.load(PICTURE_MODEL)
         name = f"{PICTURE_BLOCKS} blocks of {PICTURE_MODEL}"
         model = replace(whole, name=name, num_hidden_layers=PICTURE_BLOCKS)
-        knobs = {  # so much less that these blocks show what the policy does to all
-            knob: max(1, given.default * PICTURE_BLOCKS // whole.num_hidden_layers)
-            for knob, given in policies.knobs(policy).items()
-            if knob in IN_PARAMETERS and isinstance(given.default, int)
+        scaled = {  # so much less that these blocks show what the policy does to all
+            knob: max(1, value * PICTURE_BLOCKS // whole.num_hidden_layers)
+            for knob, known in policies.knobs(policy).items()
+            if knob in IN_PARAMETERS and isinstance(value := given.get(knob, known.default), int)
         }
     profile = hardware.load(MACHINE)
-    schedule = policies.build(policy, model, STEP, memory_of(profile), **knobs)
+    schedule = policies.build(policy, model, STEP, memory_of(profile), **given | scaled)
     if policy not in policies.names():
         verify(schedule)
     return predict(schedule, profile)
@@ -133,7 +142,7 @@ def speed(policy: str) -> Rows:
         told = rate(found.tokens_per_s) if found.fits else "does not fit"
         rows.append(
             [
-                found.schedule.label,
+                _label(name),
                 seconds(found.period_ns / 1e9),
                 told,
                 seconds(found.bound_ns / 1e9),
@@ -164,13 +173,21 @@ def record(policy: str) -> dict[str, Any]:
         },
         "activations_and_logits_gb": {tier: nbytes / 1e9 for tier, nbytes in rest.items()},
         "peak_with_workspace_gb": {tier: found.peak_bytes[tier] / 1e9 for tier in Tier},
-        "speed": [_speed_record(_predicted(name, numbers=True)) for name in dict.fromkeys((policy, YARDSTICK))],
+        "speed": [_speed_record(name) for name in dict.fromkeys((policy, YARDSTICK))],
     }
 
 
-def _speed_record(found: Prediction) -> dict[str, Any]:
+def _label(policy: str) -> str:
+    """Marked where its training is not exact, and with the knobs that are given."""
+    given = policies.with_knobs(policy)[1]
+    label = _predicted(policy, numbers=True).schedule.label
+    return " ".join([label, *(f"{knob}={value}" for knob, value in given.items())])
+
+
+def _speed_record(policy: str) -> dict[str, Any]:
+    found = _predicted(policy, numbers=True)
     return {
-        "label": found.schedule.label,
+        "label": _label(policy),
         "fits": found.fits,
         "step_s": found.period_ns / 1e9,
         "tokens_per_s": found.tokens_per_s if found.fits else None,
@@ -203,7 +220,7 @@ def drawing(found: Page, columns: int | None = None) -> list[str]:
 
 def markdown(policy: str) -> str:
     """The page of a policy, beside which its picture stands as NAME.png, by the name of its schedules."""
-    found, name = page(policy), policies.short(policy)
+    found, name = page(policy), _short(policy)
     words, _, knobs = found.words.rpartition("\n\nKnobs:\n")
     lead, _, body = (words or found.words.removesuffix("\n\nNo knobs.")).partition("\n")
     lines = [f"# `{name}`", "", lead, "", body.strip(), ""]
@@ -231,8 +248,8 @@ def index(names: Sequence[str]) -> str:
         total = next(row for row in states(found) if row[0] == "all states")
         told = rate(found.tokens_per_s) if found.fits else "does not fit"
         ratio = f"{found.tokens_per_s / yardstick.tokens_per_s:.2f}" if found.fits else ""
-        link = f"[{found.schedule.label}]({policies.short(name)}.md)"
-        rows.append([link, policies.summary(name), found.schedule.workload.precision, told, ratio, *total[1:]])
+        link = f"[{_label(name)}]({_short(name)}.md)"
+        rows.append([link, policies.summary(_name(name)), found.schedule.workload.precision, told, ratio, *total[1:]])
     heading = ("policy", "what it does", "state", "tokens/s", f"x {YARDSTICK}", *(f"{tier} B/param" for tier in Tier))
     step = about(yardstick).replace(f" {yardstick.schedule.workload.precision},", "")
     lines = ["# Policies", ""]
@@ -256,7 +273,7 @@ def _table(heading: Sequence[str], rows: Rows) -> str:
 
 def texts(names: Sequence[str]) -> dict[str, str]:
     """File name -> text, of the index and of every page."""
-    return {"README.md": index(names)} | {f"{policies.short(name)}.md": markdown(name) for name in names}
+    return {"README.md": index(names)} | {f"{_short(name)}.md": markdown(name) for name in names}
 
 
 def write(folder: Path, names: Sequence[str]) -> None:
@@ -271,7 +288,7 @@ def write(folder: Path, names: Sequence[str]) -> None:
         write_text(folder / name, text)
     runs = {name: (found.schedule, found.trace) for name in names for found in (page(name).picture,)}
     for name, run in runs.items():
-        figure.save_png(figure.figure_of(gantt.gantt([run])), folder / f"{policies.short(name)}.png", _DPI)
+        figure.save_png(figure.figure_of(gantt.gantt([run])), folder / f"{_short(name)}.png", _DPI)
     longest_last = sorted(names, key=lambda name: page(name).picture.period_ns)
     limit_ms = _SCALE * _predicted(YARDSTICK, numbers=False).period_ns / 1e6
     strips = gantt.strips([runs[name] for name in longest_last], limit_ms)

@@ -85,6 +85,23 @@ def test_a_page_of_ones_own_policy() -> None:
         policy_pages.page("no_such_policy")
 
 
+def test_a_page_with_knobs(tmp_path: Path) -> None:
+    """Those that have no default, too; what counts parameters is scaled with the blocks that are drawn."""
+    mine, given = tmp_path / "mine.py", (ROOT / "docs" / "my_policy.py").read_text()
+    mine.write_text(given.replace("slots: int = 2", "slots: int"))
+    with pytest.raises(PolicyError, match="slots has no default"):
+        policy_pages.page(str(mine))
+    three = policy_pages.page(f"{mine} slots=3")
+    assert three.numbers.schedule.knobs["slots"] == three.picture.schedule.knobs["slots"] == 3
+    assert [row[0] for row in policy_pages.speed(f"{mine} slots=3")] == ["mine slots=3", "streamed"]
+    assert policy_pages.record(f"{mine} slots=3")["speed"][0]["label"] == "mine slots=3"
+    policy_pages.write(tmp_path / "pages", [f"{mine} slots=3"])
+    assert "[mine slots=3](mine.md)" in (tmp_path / "pages" / "README.md").read_text()
+    assert (tmp_path / "pages" / "mine.md").is_file() and (tmp_path / "pages" / "mine.png").is_file()
+    drawn = policy_pages.page("zero_infinity sub_group_size=100000000").picture.schedule
+    assert drawn.knobs["sub_group_size"] == 100_000_000 * policy_pages.PICTURE_BLOCKS // 32
+
+
 def test_a_drawing_in_letters_by_hand() -> None:
     """Ten spans of 10 ns: a load for three, then compute for seven; if it starts late, its first span is small."""
     schedule = Schedule(

@@ -157,6 +157,8 @@ def test_policies_have_json() -> None:
     (same,) = [policy for policy in listed if policy["policy"] == "streamed"]
     assert {name: one[name] for name in same} == same
     assert one["knobs"]["slots"] == 2 and one["trains"] == "weights" and one["summary"]
+    three = json.loads(called("policies", "streamed slots=3", "--json")[0])
+    assert three["knobs"] == one["knobs"] and three["speed"][0]["label"] == "streamed slots=3"
 
 
 def test_the_json_of_a_policy_has_what_its_text_has() -> None:

@@ -190,7 +190,10 @@ def hardware(
 
 
 def policies(
-    name: Annotated[str | None, typer.Argument(help="A policy's name or file; all if left out.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help='A policy\'s name or file, with any knobs: "streamed slots=3"; all if left out.'),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a page per policy to this folder.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -209,7 +212,7 @@ def policies(
             begin("simulating and drawing")
             policy_pages.write(out, chosen)
         if not as_json:
-            print(f"{len(chosen)} pages written to {out}")
+            print(f"{len(chosen)} page{'s' * (len(chosen) > 1)} written to {out}")
         return
     if as_json:
         return
@@ -249,5 +252,6 @@ def _whole_record(policy: str) -> dict[str, Any]:
     from analysis import policy_pages
     from schedules import policies as known
 
-    told = {name: {"accepts": accepts, "help": text} for name, (accepts, text) in known.knob_help(policy).items()}
-    return {**_record(policy), "knob_help": told, **policy_pages.record(policy)}
+    name, _ = known.with_knobs(policy)
+    told = {knob: {"accepts": accepts, "help": text} for knob, (accepts, text) in known.knob_help(name).items()}
+    return {**_record(name), "knob_help": told, **policy_pages.record(policy)}
