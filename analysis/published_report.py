@@ -40,7 +40,7 @@ def plot(frame: pd.DataFrame) -> Axes:
     """
     rows = frame[frame["speed"].notna()]
     order = [rows[rows["standing"] == standing] for standing in TITLES]
-    ax = new_axes(width=10, height=1.4 + 0.36 * (len(rows) + 1))
+    ax = new_axes(width=10, height=1.4 + 0.2 * (len(rows) + 1))
     ax.axvspan(1 - BAND, 1 + BAND, color="#DDDDDD", zorder=0)
     ax.axvline(1, color=BLACK, linewidth=0.8, zorder=1)
     y, ticks, names = 0, [], []
@@ -48,7 +48,7 @@ def plot(frame: pd.DataFrame) -> Axes:
         for row in of_standing.to_dict("records"):
             style, known = policy_style(row["policy"]), row["standing"] == "compared"
             face = style.colour if known else "white"
-            ax.plot(row["speed"], y, style.marker, color=style.colour, markerfacecolor=face, markersize=7, zorder=3)
+            ax.plot(row["speed"], y, style.marker, color=style.colour, markerfacecolor=face, markersize=6, zorder=3)
             faster = row["error"] >= 0
             ax.annotate(
                 f"{row['error']:+.1%}{'' if row['fits'] else ', does not fit'}", (row["speed"], y),
@@ -56,7 +56,7 @@ def plot(frame: pd.DataFrame) -> Axes:
                 va="center", fontsize=FONT_PT,
             )  # fmt: skip
             ticks.append(y)
-            names.append(f"{row['system']}, {row['model']},\n{row['machine']} ({row['unit']})")
+            names.append(f"{row['system']}, {row['model']}, {row['machine']} ({row['unit']})")
             y += 1
         y += 1 if len(of_standing) else 0
     ax.set_yticks(ticks, names)
@@ -65,7 +65,7 @@ def plot(frame: pd.DataFrame) -> Axes:
     marks = [0.2, 0.3, 0.5, 0.7, 1, 1.4, 2, 3, 5]
     ax.set_xticks(marks, [f"{mark:g}" for mark in marks])
     ax.minorticks_off()
-    ax.set_xlim(min(0.45, 0.7 * rows["speed"].min()), max(2.2, 1.35 * rows["speed"].max()))
+    ax.set_xlim(min(0.4, 0.7 * rows["speed"].min()), max(2.2, 1.5 * rows["speed"].max()))
     ax.set_xlabel("predicted speed / published speed\ngrey: within 10 %; hollow: batch or other facts assumed")
     ax.spines[["top", "right"]].set_visible(False)
     return ax

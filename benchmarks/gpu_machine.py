@@ -46,19 +46,25 @@ BESIDE = 1 << 28  # bytes of the copies beside something else
 COPY = 1 << 30  # bytes of a copy in host memory
 TOGETHER = 16  # launches on one stream before the next gets its own: no queue may fill up while another is empty
 DEVICE = torch.device("cuda")
-# CUDA's names for the GPUs of datasheets, whole: others are called alike, "NVIDIA H100 PCIe", and are slower.
+# CUDA's names for the GPUs of datasheets, whole: others are called alike, "NVIDIA H100 NVL", and are slower.
 SHEETS = {
     "NVIDIA A100 80GB PCIe": "a100-pcie",
+    "NVIDIA A100-SXM4-80GB": "a100-sxm",
     "NVIDIA B200": "b200",
     "NVIDIA GB300": "gb300",
     "NVIDIA GH200 480GB": "gh200",
     "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie",
     "NVIDIA H200": "h200",
+    "NVIDIA L40S": "l40s",
+    "AMD Instinct MI300X": "mi300x",
     "AMD Instinct MI355X": "mi355x",
     "NVIDIA GeForce RTX 3090": "rtx3090",
     "NVIDIA GeForce RTX 4090": "rtx4090",
     "NVIDIA GeForce RTX 5060 Ti": "rtx5060ti",
+    "NVIDIA GeForce RTX 5080": "rtx5080",
     "NVIDIA GeForce RTX 5090": "rtx5090",
+    "NVIDIA RTX A6000": "rtxa6000",
     "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtxpro6000",
 }
 
@@ -101,9 +107,10 @@ def datasheet(gpu: str | None = None) -> str:
     """The profile of a GPU, this one if None, by CUDA's name for it ("NVIDIA H100 80GB HBM3"); of one that is called
     alike if there is none, see `has_datasheet`. Raises Refused where there is none of that either."""
     gpu = gpu or torch.cuda.get_device_name()
-    alike = [name for name in hardware.names() if name.split("-")[0] in gpu.lower().replace(" ", "")]
+    chips = {name: name.split("-")[0] for name in hardware.names()}
+    alike = [name for name, chip in chips.items() if chip in gpu.lower().replace(" ", "")]
     if gpu in SHEETS or alike:
-        return SHEETS.get(gpu) or max(alike, key=len)  # "gh200" and not "h200"
+        return SHEETS.get(gpu) or max(alike, key=lambda name: (len(chips[name]), -len(name)))  # not "h200", of a GH200
     raise Refused(f"there is no datasheet of {gpu} among those of {', '.join(SHEETS)}")
 
 

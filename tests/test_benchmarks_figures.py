@@ -207,7 +207,7 @@ def test_a_gpus_datasheet_is_found_by_cudas_name_for_it(module: Module, told: st
 
 @pytest.mark.parametrize(
     ("told", "alike"),
-    [("NVIDIA H100 PCIe", "h100"), ("NVIDIA GB200", "b200"), ("NVIDIA A100-SXM4-80GB", "a100-pcie")],
+    [("NVIDIA H100 NVL", "h100"), ("NVIDIA GB200", "b200"), ("NVIDIA A100-SXM4-40GB", "a100-sxm")],
 )
 def test_where_a_datasheet_of_another_gpu_stands_in_it_is_told(module: Module, told: str, alike: str) -> None:
     machine, table = module("gpu_machine"), module("gpu_table")

@@ -36,6 +36,8 @@ CARDS = {
     "RTX PRO 6000": "rtxpro6000",
     "RTX 4090": "rtx4090",
     "RTX 5060 Ti": "rtx5060ti",
+    "RTX 5090": "rtx5090",
+    "L40S": "l40s",
     "GH200": "gh200",
     "MI355X": "mi355x",
 }
@@ -154,8 +156,8 @@ def test_what_is_said_of_published_numbers(published: pd.DataFrame, compared: pd
         "README.md",
         f"{len(published)} published points as data, {standing['compared'] + standing['assumed']} of them predicted",
     )
-    says("README.md", f"The runs behind {standing['compared']} of them ({len(compared)} runs, on six kinds of GPU)")
-    assert compared.machine.nunique() == 6
+    says("README.md", f"The runs behind {standing['compared']} of them ({len(compared)} runs, on eight kinds of GPU)")
+    assert compared.machine.nunique() == 8
     error, size = compared.error, compared.error.abs()
     says(
         "README.md",
@@ -164,8 +166,12 @@ def test_what_is_said_of_published_numbers(published: pd.DataFrame, compared: pd
     assert error.max() == size.max()
     fit = compared[(compared.fits == "True") & (compared.machine != "mi355x")]
     says("README.md", f"within {fit.error.abs().median():.1%} at the median, where the run fits")
-    says("README.md", "Published measurements on five kinds of GPU are predicted")
-    assert fit.machine.nunique() == 5
+    says("README.md", "Published measurements on seven kinds of GPU are predicted")
+    assert fit.machine.nunique() == 7
+    says("README.md", f"of the other {(compared.fits == 'True').sum()}, leaving out")
+    in_fp8 = compared[compared.system == "LLM.Q, fp8"].error
+    said = f"{in_fp8.median():.0%} at the median, {in_fp8.min():.0%} to {in_fp8.max():+.0%}".replace("% to", " to")
+    says("README.md", f"LLM.Q with products in fp8, {len(in_fp8)} runs: {said}")
     says("README.md", f"{standing['assumed']} more points need an assumption")
     says("README.md", f"{standing['not predicted']} are listed with the reason")
 
