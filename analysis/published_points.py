@@ -411,9 +411,9 @@ _NEARLY_WHOLE = "recompute-ffn with recompute-att, all but one product of a bloc
 _SCALED_ONCE = "weights are scaled once a step there, here for each of 128 micro-batches: some 2 s of 32"
 _INPUTS_ALONE = "blocks' inputs leave the device and its moments stay, which leave first here"
 _EIGHT_BIT_WEIGHTS = "no policy models this: weights in 8 bits on the device, their bf16 master on the host"
-_FIRST_RELEASE = (
-    "measured with the first release, of September and October 2025, whose offloading was slower: it made a 7B on an "
-    "RTX 4090 at 1,900 tokens/s instead of 2,777"
+_EARLY = (
+    "of a release of autumn 2025, when offloading was slower: a 7B on an RTX 4090 ran at 1,900 tokens/s in September, "
+    "with other choices, and later at 2,777"
 )
 _SLOWER_THAN_ITS_PRODUCTS = (
     "compute-bound: steps of the same models are predicted within 2 % on an RTX 4090, which has the same chip; what an "
@@ -421,6 +421,8 @@ _SLOWER_THAN_ITS_PRODUCTS = (
 )
 _NOT_QKV = "recompute-ffn and recompute-norm, with recompute-qkv, which has no equal here"
 
+
+_ALL_BUT_GRADIENTS: Mapping[str, str] = {"offload": "weights", "activations": "recompute"}
 
 LLMQ: tuple[Point, ...] = (
     _llmq("h100", "qwen2.5-0.5b", 32, 16, 149626),
@@ -493,17 +495,8 @@ LLMQ: tuple[Point, ...] = (
     ),
     *(
         replace(
-            _llmq(
-                "rtx5090",
-                "qwen2.5-7b",
-                micro,
-                512 // micro,
-                value,
-                offload="gradients",
-                activations="recompute",
-                matmul=matmul,
-            ),
-            assumed=f"blocks' inputs stay on the device, and leave it here; {_FIRST_RELEASE}",
+            _llmq("rtx5090", "qwen2.5-7b", micro, 512 // micro, value, **_ALL_BUT_GRADIENTS, matmul=matmul),
+            assumed=f"blocks' inputs stay on the device, and leave it here; {_EARLY}",
         )
         for micro, value, matmul in ((4, 2503, None), (8, 3086, None), (4, 3193, "fp8"), (8, 4409, "fp8"))
     ),
@@ -514,10 +507,8 @@ LLMQ: tuple[Point, ...] = (
         replace(_llmq("l40s", f"qwen2.5-{size}", micro, 512 // micro, value), why=_SLOWER_THAN_ITS_PRODUCTS)
         for size, micro, value in (("0.5b", 16, 43860), ("1.5b", 8, 17000), ("3b", 4, 8900))
     ),
-    replace(_llmq("l40s", "qwen2.5-7b", 4, 128, 3900, offload="states", recompute="pointwise"), assumed=_FIRST_RELEASE),
-    replace(
-        _llmq("l40s", "qwen2.5-14b", 16, 32, 1500, offload="weights", activations="recompute"), assumed=_FIRST_RELEASE
-    ),
+    replace(_llmq("l40s", "qwen2.5-7b", 4, 128, 3900, offload="states", recompute="pointwise"), assumed=_EARLY),
+    replace(_llmq("l40s", "qwen2.5-14b", 16, 32, 1500, **_ALL_BUT_GRADIENTS), assumed=_EARLY),
     _llmq("l40s", "qwen2.5-0.5b", 32, 16, 46948, matmul="fp8"),
     _llmq("l40s", "qwen2.5-1.5b", 8, 64, 20000, matmul="fp8"),
     _llmq("l40s", "qwen2.5-3b", 4, 128, 11000, matmul="fp8"),
