@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from analysis.published_points import MI355X_PHASES, POINTS, RECOMPUTED, Point, Unit
+from analysis.published_point import RECOMPUTED, Point, Unit
+from analysis.published_points import MI355X_PHASES, POINTS
 from schedules import policies, presets
 from schedules.model import ModelSpec
 from schedules.op import Op, Phase, Stream

@@ -9,7 +9,8 @@ import pytest
 from command import ROOT
 
 from analysis import published, published_report, tables
-from analysis.published_points import MI355X_PHASES, POINTS, RECOMPUTED, Point
+from analysis.published_point import RECOMPUTED, Point
+from analysis.published_points import MI355X_PHASES, POINTS
 from schedules import policies, presets
 from schedules.flops import model_flops_per_step
 from schedules.workload import Workload
