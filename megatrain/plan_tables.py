@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from typing import Any
@@ -16,6 +16,7 @@ from schedules import tensor as tensors
 from schedules.model import ModelSpec
 from schedules.op import Phase, Tier
 from schedules.schedule import Schedule
+from schedules.workload import MemoryBudget
 from sim import whatif
 from sim.candidate import Tried
 from sim.machine import HardwareProfile
@@ -49,16 +50,29 @@ class WhatIf:
     """Answers of `sim.whatif`, and what more of each resource would bring.
 
     Both gains are fractions of tokens/s; `gains` is of the schedule as it is, `planned_gains` of a plan made anew.
+    `least_memory` is in bytes, by what it is memory of; None where no amount is enough.
     """
 
     criticality: dict[str, float]
     gains: dict[str, float]
     planned_gains: dict[str, float]
     required_bandwidth: dict[str, float | None]
-    smallest_device_bytes: int | None
-    smallest_host_bytes: int | None
+    least_memory: Mapping[str, int | None]
     longest_sequence: int
     largest_micro_batch: int
+
+
+def _more_memory(budget: MemoryBudget) -> dict[str, MemoryBudget]:
+    """What is more of one memory -> what there is then."""
+    device, host = budget.device_bytes + MORE_DEVICE, budget.host_bytes + MORE_HOST
+    on_device, on_host = f"+{MORE_DEVICE / 2**30:.0f} GiB", f"+{MORE_HOST / 1e9:.0f} GB"
+    if (both := budget.unified_bytes) is None:
+        return {
+            f"device memory, {on_device}": replace(budget, device_bytes=device),
+            f"host memory, {on_host}": replace(budget, host_bytes=host),
+        }
+    more = replace(budget, device_bytes=device, host_bytes=budget.host_bytes + MORE_DEVICE)
+    return {f"memory, {on_device}": replace(more, unified_bytes=both + MORE_DEVICE)}
 
 
 def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
@@ -67,10 +81,8 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
     model, profile = found.schedule.model, prediction.profile
     gains = whatif.marginal_gains(prediction)
     budget = memory_of(profile)
-    device, host = budget.device_bytes + MORE_DEVICE, budget.host_bytes + MORE_HOST
     machines = {name: (machine, budget) for name, machine in whatif.faster(profile).items()}
-    machines[f"device memory, +{MORE_DEVICE / 2**30:.0f} GiB"] = profile, replace(budget, device_bytes=device)
-    machines[f"host memory, +{MORE_HOST / 1e9:.0f} GB"] = profile, replace(budget, host_bytes=host)
+    machines |= {name: (profile, more) for name, more in _more_memory(budget).items()}
     planned_gains = {}
     for name, (machine, memory) in machines.items():
         note(name)
@@ -103,8 +115,9 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
         gains=gains,
         planned_gains=planned_gains,
         required_bandwidth=needed,
-        smallest_device_bytes=least.device_bytes,
-        smallest_host_bytes=least.host_bytes,
+        least_memory={"device": least.device_bytes, "host": least.host_bytes}
+        if budget.unified_bytes is None
+        else {"device and host": least.unified_bytes},
         longest_sequence=whatif.longest_sequence(model, profile, workload),
         largest_micro_batch=whatif.largest_micro_batch(model, profile, workload),
     )
@@ -317,7 +330,7 @@ def _show_what_if(answers: WhatIf) -> None:
         [f"{link} bandwidth for no stall", "any" if rate is None else at_least(rate, "GB/s")]
         for link, rate in answers.required_bandwidth.items()
     ]
-    for what, nbytes in (("device", answers.smallest_device_bytes), ("host", answers.smallest_host_bytes)):
+    for what, nbytes in answers.least_memory.items():
         limits.append([f"least {what} memory", "no amount is enough" if nbytes is None else at_least(nbytes, "GB", 2)])
     for what, most, of in (
         ("longest sequence, one at a time", answers.longest_sequence, "tokens"),

@@ -98,7 +98,7 @@ def profile_of(
 
     links = _links(ops, whole, at, value)
     # a copy reads and writes memory; the machine can do at least what any of its ops was seen to do
-    passes = 1 if at.on_gpu else 2
+    passes = 1 if at.on_gpu and not at.integrated else 2
     dram = max(_moved(whole, "copy"), passes * links.h2d.bandwidth.value, passes * links.d2h.bandwidth.value)
     if at.on_gpu:  # a thread that copies reads its target before it writes there; a GPU's copies move what they move
         updated = most_moved((op, ns) for _, op, ns in ops.adam)
@@ -116,6 +116,7 @@ def profile_of(
         host=_host(ops, shares, dram, at, value),
         links=links,
         issue=_issue(ops.gaps, streams, value),
+        unified_memory=value(max(at.free_bytes, at.device_bytes), "bytes", "what was free") if at.integrated else None,
         nvme=_nvme(whole["nvme"], sum(whole["nvme_both"]["shares"]), dram, at, value) if "nvme" in whole else None,
         measured=_measured(ops, streams, whole, source),
     )

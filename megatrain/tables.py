@@ -15,6 +15,8 @@ from sim.machine import HardwareProfile
 from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes
 from sim.units import rate, scaled, seconds
 
+DEVICE_AND_HOST = "device and host"  # together, where they are one memory
+
 
 def print_summary(schedule: Schedule, verdict: str) -> None:
     """One line of facts and a verdict."""
@@ -54,6 +56,9 @@ def print_fit(schedule: Schedule, profile: HardwareProfile, lacking: DoesNotFit 
     """One line of the memory that a schedule takes of a machine, with ops' workspace, and whether it fits."""
     peaks, has = peak_bytes(schedule, profile), memory_of(profile)
     told = [f"{scaled(peaks[tier], 'GB', 2)} of {scaled(has.of(tier), 'GB', 2)} {tier}" for tier in Tier if peaks[tier]]
+    if has.unified_bytes is not None:
+        both = scaled(_device_and_host(peaks), "GB", 2)
+        told.append(f"{both} of {scaled(has.unified_bytes, 'GB', 2)} {DEVICE_AND_HOST}")
     verdict = "it fits" if lacking is None else f"DOES NOT FIT: {lacking.short}"
     print(f"{profile.name}, with ops' workspace: {'; '.join(told)}; {verdict}")
 
@@ -117,7 +122,14 @@ def print_memory(prediction: Prediction) -> None:
             limit = has.of(tier)
             used = f"{peak / limit:.0%}" if limit else "-"
             rows.append([tier, scaled(peak, "GB", 2), scaled(limit, "GB", 2), used])
+    if (unified := has.unified_bytes) is not None:
+        both = _device_and_host(prediction.peak_bytes)
+        rows.append([DEVICE_AND_HOST, scaled(both, "GB", 2), scaled(unified, "GB", 2), f"{both / unified:.0%}"])
     print_table("memory", ["tier", "peak", "available", "used"], rows)
+
+
+def _device_and_host(peaks: Mapping[Tier, int]) -> int:
+    return peaks[Tier.DEVICE] + peaks[Tier.HOST]
 
 
 def drive_rows(prediction: Prediction) -> list[list[str]]:
@@ -132,10 +144,12 @@ def drive_rows(prediction: Prediction) -> list[list[str]]:
 def memory_record(peaks: Mapping[Tier, int], profile: HardwareProfile) -> dict[str, dict[str, int]]:
     """What is needed of every tier, and what there is, for programs."""
     has = memory_of(profile)
-    return {
-        "peak_bytes": {str(tier): nbytes for tier, nbytes in peaks.items()},
-        "available_bytes": {str(tier): has.of(tier) for tier in Tier},
-    }
+    peak = {str(tier): nbytes for tier, nbytes in peaks.items()}
+    available = {str(tier): has.of(tier) for tier in Tier}
+    if has.unified_bytes is not None:
+        name = DEVICE_AND_HOST.replace(" ", "_")
+        peak[name], available[name] = _device_and_host(peaks), has.unified_bytes
+    return {"peak_bytes": peak, "available_bytes": available}
 
 
 def prediction_record(prediction: Prediction) -> dict[str, Any]:

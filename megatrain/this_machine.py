@@ -73,7 +73,8 @@ def usable_bytes(total: int) -> int:
 class Here:
     """A machine's device, the bytes that schedules may use in each tier, and the threads of an optimizer's op.
 
-    `free_bytes` are of RAM, `drive` is the folder on the drive whose free space is `drive_bytes`, if any.
+    `free_bytes` are of RAM, `drive` is the folder on the drive whose free space is `drive_bytes`, if any. `integrated`:
+    the GPU's memory is that RAM.
     """
 
     device: str
@@ -81,6 +82,7 @@ class Here:
     device_bytes: int
     host_bytes: int
     free_bytes: int
+    integrated: bool = False
     drive: Path | None = None
     drive_bytes: int = 0
     optimizer_threads: int = 1
@@ -88,14 +90,21 @@ class Here:
     @property
     def budget(self) -> MemoryBudget:
         """All of it, for policies."""
-        return MemoryBudget(device_bytes=self.device_bytes, host_bytes=self.host_bytes, nvme_bytes=self.drive_bytes)
+        return MemoryBudget(
+            device_bytes=self.device_bytes,
+            host_bytes=self.host_bytes,
+            nvme_bytes=self.drive_bytes,
+            unified_bytes=self.free_bytes if self.integrated else None,
+        )
 
     def room_for(self, schedule: Schedule) -> MemoryBudget:
         """What the schedule may use now; on a CPU its device tier has what its host tier leaves of the free RAM."""
         model = schedule.model
         host = max(0, self.free_bytes - MAKING * max(model.params(i) for i in model.layers))
         device = self.device_bytes if self.on_gpu else max(0, host - schedule.allocated_bytes(Tier.HOST))
-        return replace(self.budget, device_bytes=device, host_bytes=host)
+        return replace(
+            self.budget, device_bytes=device, host_bytes=host, unified_bytes=host if self.integrated else None
+        )
 
 
 def machine_here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here:
@@ -118,6 +127,7 @@ def machine_here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here
             device_bytes=usable_bytes(_free_on(backend.device)) if on_gpu else half,
             host_bytes=free if on_gpu else half,
             free_bytes=free,
+            integrated=on_gpu and bool(torch.cuda.get_device_properties(backend.device).is_integrated),
             drive=nvme.resolve() if nvme is not None else None,
             drive_bytes=shutil.disk_usage(nvme).free if nvme is not None else 0,
             optimizer_threads=_threads(backend, Stream.CPU),

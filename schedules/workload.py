@@ -173,15 +173,26 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
-    """Bytes a schedule may fill on each tier. No NVMe by default. Raises ValueError on a negative number."""
+    """Bytes a schedule may fill on each tier, and of device and host together, where these are one memory.
+
+    No NVMe by default, and memories of their own. Raises ValueError on a negative number.
+    """
 
     device_bytes: int
     host_bytes: int
     nvme_bytes: int = 0
+    unified_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            _whole_number(field.name, getattr(self, field.name), least=0, bounded=False)
+            if (number := getattr(self, field.name)) is not None:
+                _whole_number(field.name, number, least=0, bounded=False)
+
+    @property
+    def device_and_host_bytes(self) -> int:
+        """Bytes that may be filled on these two tiers together."""
+        apart = self.device_bytes + self.host_bytes
+        return apart if self.unified_bytes is None else min(apart, self.unified_bytes)
 
     def of(self, tier: Tier) -> int:
         """Bytes that may be filled on a tier."""

@@ -22,8 +22,9 @@ from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
 from sim.candidate import Candidate, Case, Tried, judges, rarely_collecting_garbage
 from sim.cost import MissingCost, TooLong, demands
-from sim.findings import Findings, Progress
+from sim.findings import Findings, Progress, promise, within
 from sim.machine import HardwareProfile
+from sim.one_memory import partitions
 from sim.prediction import Prediction, memory_of, peak_bytes
 from sim.refine import SAME, WORTH_A_STEP
 from sim.search import NothingFits
@@ -94,7 +95,7 @@ def plan_adapters(
         TooLong: all ways to run it have ops that take too long to be predicted.
     """
     begun = time.perf_counter()
-    budget = memory or memory_of(profile)
+    whole = memory or memory_of(profile)
     asked = splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip)
     try:
         steps = [replace(step, lora_rank=rank, quantised=quantised) for step in asked]
@@ -102,12 +103,19 @@ def plan_adapters(
         raise InputError(str(error)) from None
     steps = that_can_be_written(model, all_ways(model, steps))
     finished = True
-    with rarely_collecting_garbage(), judges(Case(model, profile, budget), workers) as judge:
-        found = Findings(model, profile, budget, judge, 0, progress)
+    parts, searches = partitions(whole), list[Findings]()
+    with rarely_collecting_garbage():
         try:
-            _search(found, steps)
+            for place, budget in enumerate(parts):
+                with judges(Case(model, profile, budget), workers) as judge:
+                    told = within(progress, place / len(parts), 1.0 / len(parts))
+                    searches.append(found := Findings(model, profile, budget, judge, 0, told))
+                    _search(found, steps)
         except KeyboardInterrupt:
+            if not searches:
+                raise
             finished = False
+    found = min(searches, key=promise)
     if found.best is None or found.chosen is None:
         if not finished:
             raise KeyboardInterrupt
@@ -121,11 +129,11 @@ def plan_adapters(
             f"{tier} memory"
         )
     verify(found.best.schedule)
-    bound_ns, binding = bound(model, profile, budget, steps)
+    bound_ns, binding = bound(model, profile, whole, steps)
     return AdapterPlan(
         prediction=found.best,
         chosen=found.chosen,
-        tried=tuple(found.tried.values()),
+        tried=tuple(tried for each in searches for tried in each.tried.values()),
         lower_bound_ns=bound_ns,
         binding=binding,
         measure_with=None if found.unmeasured is None else found.unmeasured.command,
@@ -263,7 +271,7 @@ def bound(
             return 0.0, ""
         frozen = sum(frozen_bytes(model, i, step) for i in model.layers)
         loaded = 2 * max(frozen - budget.device_bytes, 0) / profile.links.h2d.bandwidth.value * 1e9
-        deep = 2 * max(frozen - budget.device_bytes - budget.host_bytes, 0)
+        deep = 2 * max(frozen - budget.device_and_host_bytes, 0)
         read = deep / profile.nvme.read.value * 1e9 if profile.nvme else 0.0
         of_step = max(
             (compute_ns + _whole_ns(model, profile, budget, step), "compute"), (loaded, "h2d"), (read, "nvme read")

@@ -210,8 +210,7 @@ def _way(source: Tier, target: Tier, profile: HardwareProfile) -> tuple[dict[str
         # a drive that takes turns has one capacity, of which whoever reads or writes alone has all
         name, alone = (NVME_READ, drive.read) if source == Tier.NVME else (NVME_WRITE, drive.write)
         rates |= {name: alone.value, NVME_BOTH: alone.value * drive.both.value}
-    # without a GPU the device's arena lies in host memory too
-    in_dram = {Tier.HOST} if profile.host.copy_threads is None else {Tier.HOST, Tier.DEVICE}
+    in_dram = {Tier.HOST, Tier.DEVICE} if profile.one_memory else {Tier.HOST}
     if passes := (source in in_dram) + (target in in_dram):
         rates[DRAM] = profile.host.memory_bandwidth.value / passes
     if source == target == Tier.DEVICE:
@@ -238,10 +237,11 @@ def _compute(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int,
 
 
 def _of_device(op: Op, duration_ns: float, profile: HardwareProfile) -> dict[str, float]:
-    """What an op that computes on the device uses: the GPU, and without one the host's own cores and memory too."""
+    """What an op that computes on the device uses: the GPU, without one the host's cores, and what memory is one."""
     usage = {GPU: 1.0}
     if profile.host.compute_threads is not None:
         usage[CORES] = min(1.0, profile.host.compute_threads.value / profile.host.cores.value)
+    if profile.one_memory:
         usage[DRAM] = _share(op.nbytes, duration_ns, profile.host.memory_bandwidth.value)
     return usage
 

@@ -126,6 +126,18 @@ class Findings:
             self.progress(self.best, self.share, f"{len(self.tried)} tried")
 
 
+def promise(found: Findings) -> tuple[float, int]:
+    """What tells the better of two searches, which has less: of its best schedule, or of what that lacks to be one."""
+    return found.cost_ns, 0 if found.shortest is None else found.shortest[0]
+
+
+def within(progress: Progress | None, before: float, part: float) -> Progress | None:
+    """What tells the progress of a search that is so large a part of another, of which so much was done before."""
+    if progress is None or part == 1.0:
+        return progress
+    return lambda best, share, note: progress(best, before + share * part, note)
+
+
 def _on_a_drive(candidate: Candidate) -> bool:
     """Whether some of a candidate of ours is: how much must be there depends on its other knobs."""
     return candidate.policy == OURS and bool(candidate.value("nvme") or candidate.value("nvme_offload"))

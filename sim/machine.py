@@ -230,9 +230,19 @@ class HardwareProfile:
     links: Annotated[Links, _section(Links, "host to device and back")]
     issue: Annotated[Issue, _section(Issue, "the issuing thread")]
     nvme: Annotated[Nvme | None, _section(Nvme, "local solid-state storage")] = None
+    unified_memory: Annotated[
+        Value | None,
+        _number("bytes", "what device and host memory are parts of, on one bandwidth; absent: each has its own"),
+    ] = None
     measured: Annotated[Measured | None, _section(Measured, "times measured on this machine")] = None
     versions: Annotated[str | None, _text("the software that it was measured with")] = None
     way: Annotated[str | None, _text("how the ops measured were computed", *WAYS)] = None
+
+    @property
+    def one_memory(self) -> bool:
+        """Whether what the device reads and writes goes through the host's memory: without a GPU it does too."""
+        of_cores = self.host.copy_threads is not None or self.host.compute_threads is not None
+        return self.unified_memory is not None or of_cores
 
 
 # ---- the table, walked

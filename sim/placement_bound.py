@@ -174,8 +174,6 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
     windows, clips = workload.accumulation == 1, workload.grad_clip is not None
     lp, fixed = _Program(), Counter[str]()
     workspace = _workspace(costs, profile)
-    device_free = float(budget.device_bytes) - _at_turn(costs, turn) - workspace
-    between_free = float(budget.device_bytes) - _between_steps(costs) - workspace
     at_end = sum(costs.nbytes(cls, i) for cls in (WEIGHT, STATE, GRAD) for i in model.layers) if clips else 0.0
     before = (Phase.EMBED, Phase.FORWARD, *([Phase.LOSS] if turn != model.head else []))
     for layers in _alike(model, turn):
@@ -203,12 +201,8 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
     rows.append(np.array([0.0] * columns + [-1.0, 1.0, 1.0]))
     limits.append(0.0)
     for bytes_of, free in (
-        (lp.device, device_free),
-        (lp.device_first, device_free),
-        (lp.device_last, device_free),
-        (lp.device_between, between_free),
-        (lp.device_end, float(budget.device_bytes)),
-        ([-nbytes for nbytes in lp.drive_end], float(budget.device_bytes + budget.host_bytes) - at_end),
+        *_on_device(lp, budget, _at_turn(costs, turn) + workspace, _between_steps(costs) + workspace),
+        ([-nbytes for nbytes in lp.drive_end], float(budget.device_and_host_bytes) - at_end),
         (lp.host, float(budget.host_bytes)),
         (lp.nvme, float(budget.nvme_bytes)),
     ):
@@ -247,6 +241,26 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
         areas_ns={name: ns for name, ns in sorted(found.items()) if not name.startswith((FORWARD, BACKWARD, MIDDLE))},
         placed=_placed(lp, shares),
     )
+
+
+def _on_device(
+    lp: _Program, budget: MemoryBudget, at_turn: float, between: float
+) -> Iterator[tuple[Sequence[float], float]]:
+    """What the columns take of the device at the moments that count, and the bytes there are beside what always is.
+
+    Of a memory that is also the host's, what host buffers take is not there: they are allocated for all of the step.
+    """
+    for bytes_of, always in (
+        (lp.device, at_turn),
+        (lp.device_first, at_turn),
+        (lp.device_last, at_turn),
+        (lp.device_between, between),
+        (lp.device_end, 0.0),
+    ):
+        yield bytes_of, float(budget.device_bytes) - always
+        if budget.unified_bytes is not None:
+            both = [there + beside for there, beside in zip(bytes_of, lp.host, strict=True)]
+            yield both, float(budget.unified_bytes) - always
 
 
 def _limits(all_areas: Sequence[Areas], profile: HardwareProfile) -> Iterator[tuple[dict[str, float], int]]:

@@ -15,13 +15,17 @@ from schedules.verify import verify
 from schedules.workload import ADAMW, MemoryBudget, Workload
 from sim.candidate import OURS, Case, Tried, judges, rarely_collecting_garbage
 from sim.cost import MissingCost, TooLong, Unmeasured
-from sim.findings import Progress
+from sim.findings import Progress, promise, within
 from sim.machine import HardwareProfile
+from sim.one_memory import partitions
 from sim.placement_bound import PlacementBound
 from sim.prediction import Prediction, memory_of
 from sim.profile_coverage import command
 from sim.search import EFFORT, NothingFits, Search
 from sim.splits import Bounded, all_ways, by_bound, splits, that_can_be_written
+
+QUICKER = 6  # of a memory that device and host share, each partition is searched so much quicker, then the best of them
+QUICK = 0.4  # how much of all the time that takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,23 +132,37 @@ def plan(
         TooLong: all ways to run it have ops that take too long to be predicted.
     """
     begun = time.perf_counter()
-    budget = memory or memory_of(profile)
+    whole = memory or memory_of(profile)
     asked = splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip, optimizer, matmul)
     steps = that_can_be_written(model, all_ways(model, asked))
     finished = True
     limit: PlacementBound | None = None
     bounded: list[Bounded] = []
     unmeasured: list[Unmeasured] = []
-    with rarely_collecting_garbage(), judges(Case(model, profile, budget), workers) as judge:
-        search = Search(model, profile, budget, judge, progress, effort)
-        try:
-            bounded, unmeasured = by_bound(model, profile, budget, steps)
-            limit = min((found for found, _ in bounded), key=lambda found: found.period_ns, default=None)
+    searches: list[Search] = []
+
+    def search_in(budget: MemoryBudget, effort: int, progress: Progress | None) -> None:
+        with judges(Case(model, profile, budget), workers) as judge:
+            searches.append(search := Search(model, profile, budget, judge, progress, effort))
             for schedule in first:
                 search.begin_with(schedule, steps)
             search.all_of(steps, bounded)
+
+    with rarely_collecting_garbage():
+        try:
+            bounded, unmeasured = by_bound(model, profile, whole, steps)
+            limit = min((found for found, _ in bounded), key=lambda found: found.period_ns, default=None)
+            parts = partitions(whole, first)
+            of_each = QUICK / len(parts) if len(parts) > 1 else 0.0
+            for place, part in enumerate(parts if of_each else ()):
+                search_in(part, effort // QUICKER, within(progress, place * of_each, of_each))
+            likeliest = min(searches, key=lambda each: promise(each.found)).found.budget if searches else whole
+            search_in(likeliest, effort, within(progress, len(parts) * of_each, 1.0 - len(parts) * of_each))
         except KeyboardInterrupt:
+            if not searches:
+                raise
             finished = False
+    search = min(searches, key=lambda each: promise(each.found))
     left_out = tuple(what for what in unmeasured if search.found.room.might_hold(what.workload))
     lacking = search.found.unmeasured or next(iter(left_out), None)
     wanted = [workload for _, workload in bounded] + [what.workload for what in left_out]
@@ -164,7 +182,7 @@ def plan(
         asked=tuple(step for step in steps if step.recompute == "none"),
         chosen=search.found.chosen,
         bound=limit,
-        tried=tuple(search.found.tried.values()),
+        tried=tuple(tried for each in searches for tried in each.found.tried.values()),
         seconds=time.perf_counter() - begun,
         finished=finished,
         left_out=left_out,

@@ -230,10 +230,13 @@ def repeats(trace: Trace) -> tuple[int, int] | None:
 
 def memory_of(profile: HardwareProfile) -> MemoryBudget:
     """All the memory that a machine has."""
+    both = int(profile.unified_memory.value) if profile.unified_memory else None
+    device, host = int(profile.gpu.memory.value), int(profile.host.memory.value)
     return MemoryBudget(
-        device_bytes=int(profile.gpu.memory.value),
-        host_bytes=int(profile.host.memory.value),
+        device_bytes=device if both is None else min(device, both),
+        host_bytes=host if both is None else min(host, both),
         nvme_bytes=int(profile.nvme.capacity.value) if profile.nvme else 0,
+        unified_bytes=both,
     )
 
 
@@ -263,6 +266,8 @@ def _shortage(schedule: Schedule, budget: MemoryBudget, largest: Workspace) -> D
     lacks = []
     for tier in Tier:
         allocated, available = schedule.allocated_bytes(tier), budget.of(tier)
+        if tier == Tier.DEVICE and budget.unified_bytes is not None:  # what the host leaves
+            available = min(available, max(budget.unified_bytes - schedule.allocated_bytes(Tier.HOST), 0))
         extra = largest.nbytes if tier == Tier.DEVICE else 0
         if allocated + extra > available:
             holders = contents(schedule, tier)

@@ -26,6 +26,7 @@ from sim.cost import demands
 from sim.hardware import override
 from sim.longest_path import periods
 from sim.machine import CEILINGS, TIMED, HardwareProfile, lookup
+from sim.one_memory import partitions
 from sim.prediction import Prediction, memory_of, predict
 from sim.room import Room
 
@@ -37,13 +38,18 @@ PRODUCTS, DEVICE_MEMORY = ("gpu.matmul_flops", "gpu.fp32_flops", "gpu.fp8_flops"
 HOST_ADAM = "host.adam_params_per_s"
 # a number -> what is in the signatures of passes over the memory that it is about, whose measured times go with it
 PASSES = {HOST_ADAM: ("/host/", "/issuer/"), "gpu.memory_bandwidth": ("/device/",)}
+HOST_MEMORY = ("host.memory_bandwidth", HOST_ADAM)
 RATES = (
     ("GPU, matrix products", PRODUCTS),
     ("GPU, memory bandwidth", DEVICE_MEMORY),
     ("link, host to device", ("links.h2d.bandwidth", "links.duplex")),
     ("link, device to host", ("links.d2h.bandwidth", "links.duplex")),
-    ("host memory bandwidth", ("host.memory_bandwidth", HOST_ADAM)),
+    ("host memory bandwidth", HOST_MEMORY),
     ("NVMe, read and write", ("nvme.read", "nvme.write")),
+)
+RATES_OF_ONE_MEMORY = (
+    *(rate for rate in RATES if rate[1] not in (DEVICE_MEMORY, HOST_MEMORY)),
+    ("memory bandwidth", (*DEVICE_MEMORY, *HOST_MEMORY)),
 )
 LINKS = (("H2D", "links.h2d.bandwidth"), ("D2H", "links.d2h.bandwidth"))
 NO_STALL = 1.01  # a step no longer than this, against one with the fastest link, is not held up
@@ -113,7 +119,7 @@ def faster(profile: HardwareProfile) -> dict[str, HardwareProfile]:
     A quarter more, or as much as what it cannot exceed leaves: "link, host to device, +8%".
     """
     machines = {}
-    for name, paths in RATES:
+    for name, paths in RATES if profile.unified_memory is None else RATES_OF_ONE_MEMORY:
         if profile.mode == "datasheet" or not set(paths) <= set(TIMED):
             machine = _scaled(profile, paths, MORE)
             before, after = lookup(profile, paths[0]), machine and lookup(machine, paths[0])
@@ -176,20 +182,29 @@ def required_bandwidth(prediction: Prediction) -> dict[str, float | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Smallest:
-    """The least memory with which the model still trains, in bytes, the other tiers being as they are."""
+    """The least memory with which the model still trains, in bytes, the other tiers being as they are.
+
+    None where no amount is enough; `unified_bytes`, of both together, also where they are not one memory.
+    """
 
     device_bytes: int | None
     host_bytes: int | None
+    unified_bytes: int | None = None
 
 
 def smallest_memory(
     model: ModelSpec, profile: HardwareProfile, workload: Workload, *, known: Mapping[Tier, int] | None = None
 ) -> Smallest:
-    """Of the device and of the host. None where no amount is enough.
+    """Of the device and of the host; where these are one memory, of that, and of each as all of it can be.
 
     `known` are the peak bytes of a schedule that fits, such as the plan's: no more than those is needed.
     """
     budget = memory_of(profile)
+    if budget.unified_bytes is not None:
+        endless = replace(budget, device_bytes=HUGE, host_bytes=HUGE, unified_bytes=None)
+        both = list(_frugal(model, profile, workload, endless)) + ([known] if known else [])
+        least = min((peaks[Tier.DEVICE] + peaks[Tier.HOST] for peaks in both), default=None)
+        return Smallest(device_bytes=least, host_bytes=least, unified_bytes=least)
     devices = [peaks[Tier.DEVICE] for peaks in _frugal(model, profile, workload, replace(budget, device_bytes=HUGE))]
     hosts = [peaks[Tier.HOST] for peaks in _frugal(model, profile, workload, replace(budget, host_bytes=HUGE))]
     if known is not None:
@@ -220,7 +235,7 @@ def largest_micro_batch(model: ModelSpec, profile: HardwareProfile, workload: Wo
 def _trains(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> bool:
     if model.unmet_length(workload.seq_len):
         return False
-    return any(True for _ in _frugal(model, profile, workload, memory_of(profile)))
+    return any(True for part in partitions(memory_of(profile)) for _ in _frugal(model, profile, workload, part))
 
 
 def _frugal(

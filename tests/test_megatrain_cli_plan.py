@@ -127,8 +127,7 @@ def test_what_if_is_in_words_and_narrow_enough_for_a_terminal(capsys: pytest.Cap
         gains={"link, +25%": -0.012, "GPU, +25%": -0.0001},
         planned_gains={"link, +25%": 0.0, "GPU, +25%": 0.5},
         required_bandwidth={"H2D": None},
-        smallest_device_bytes=None,
-        smallest_host_bytes=10**9,
+        least_memory={"device": None, "host": 10**9},
         longest_sequence=128,
         largest_micro_batch=4,
     )

@@ -32,13 +32,16 @@ def built(at: Here, *shapes: tuple[int, int]) -> list[Schedule]:
 
 
 def test_room_is_what_is_free_while_weights_are_made() -> None:
-    """On a CPU both tiers share it."""
+    """On a CPU, and beside a GPU that has no memory of its own, both tiers share it."""
     schedule = policies.build("megatrain", LLAMA, Workload(micro_batch_size=1, seq_len=64), H100.budget)
     free, needed = 200 * GIB - 8 * LLAMA.params(LLAMA.head), schedule.allocated_bytes(Tier.HOST)
     room = H100.room_for(schedule)
     assert (room.device_bytes, room.host_bytes) == (H100.device_bytes, free)
     room = replace(H100, on_gpu=False).room_for(schedule)
     assert (room.device_bytes, room.host_bytes) == (free - needed, free)
+    integrated = replace(H100, integrated=True)
+    assert integrated.room_for(schedule) == replace(H100.room_for(schedule), unified_bytes=free)
+    assert integrated.budget == replace(H100.budget, unified_bytes=200 * GIB)
     room = replace(H100, on_gpu=False, free_bytes=GIB).room_for(schedule)
     assert (room.device_bytes, room.host_bytes) == (0, 0)
 

@@ -29,6 +29,7 @@ from schedules.schedule import Schedule
 from schedules.trace import ISSUE, Trace
 from schedules.workload import PRECISIONS, Workload
 from sim.machine import HardwareProfile
+from sim.prediction import memory_of
 from sim.signature import timed
 
 MODEL = small()
@@ -293,6 +294,7 @@ def test_memory_moves_at_least_what_a_large_update_moved(monkeypatch: pytest.Mon
 def built(
     *,
     on_gpu: bool,
+    integrated: bool = False,
     change: Callable[[dict[str, Any]], None] = lambda known: None,
     handed: dict[str, list[int]] | None = None,
 ) -> HardwareProfile:
@@ -309,10 +311,19 @@ def built(
     ]
     here = Here(
         device="a machine", on_gpu=on_gpu, device_bytes=1 << 36, host_bytes=1 << 37, free_bytes=1, drive_bytes=123,
+        integrated=integrated,
     )  # fmt: skip
     known = whole()
     change(known)
     return profile_of([(SCHEDULE, part)], streams, [{"op": 6, "other": 9}], SHARES, known, here, PLAINLY)
+
+
+def test_the_memory_of_a_gpu_that_has_none_of_its_own_is_the_hosts() -> None:
+    found, usual = built(on_gpu=True, integrated=True), built(on_gpu=True)
+    assert usual.unified_memory is None and not usual.one_memory
+    assert found.unified_memory is not None and found.unified_memory.value == 1 << 36 and found.one_memory
+    assert found.host.memory_bandwidth.value == pytest.approx(2 * 10e9)  # a copy reads and writes it
+    assert memory_of(found).unified_bytes == memory_of(found).device_bytes == memory_of(found).host_bytes == 1 << 36
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

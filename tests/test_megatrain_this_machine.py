@@ -36,7 +36,9 @@ def test_a_gpu_is_found_with_the_memory_that_others_leave_and_the_optimizers_thr
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own * GIB)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
+    integrated = usable == 65
+    properties = SimpleNamespace(total_memory=80 * GIB, is_integrated=int(integrated))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(this_machine, "available_memory", lambda: 100 * GIB)
     threads = torch.get_num_threads()
     try:
@@ -45,6 +47,7 @@ def test_a_gpu_is_found_with_the_memory_that_others_leave_and_the_optimizers_thr
         torch.set_num_threads(threads)
     assert (found.device, found.on_gpu, found.device_bytes) == ("H100", True, usable_bytes(usable * GIB))
     assert found.host_bytes == found.free_bytes == 100 * GIB and found.optimizer_threads == 3
+    assert found.integrated == integrated and found.budget.unified_bytes == (100 * GIB if integrated else None)
     assert found.drive == tmp_path.resolve() and found.budget.nvme_bytes == found.drive_bytes > 0
 
 

@@ -78,6 +78,7 @@ def test_the_listing_covers_every_number_a_full_profile_holds() -> None:
         "host.copy_threads",
         "host.compute_threads",
         "issue.wake",
+        "unified_memory",
     }
 
 

@@ -168,7 +168,7 @@ def hardware(
                 str(p.gpu.memory),
                 str(p.gpu.matmul_flops),
                 str(p.links.h2d.bandwidth),
-                str(p.host.memory),
+                str(p.host.memory) if p.unified_memory is None else "the same",
             ]
             for p in profiles
         ]
