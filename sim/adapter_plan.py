@@ -22,7 +22,7 @@ from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
 from sim.candidate import Candidate, Case, Tried, judges, rarely_collecting_garbage
 from sim.cost import MissingCost, TooLong, demands
-from sim.findings import Findings, Progress, promise, within
+from sim.findings import Findings, Progress, promise
 from sim.machine import HardwareProfile
 from sim.one_memory import partitions
 from sim.prediction import Prediction, memory_of, peak_bytes
@@ -103,14 +103,15 @@ def plan_adapters(
         raise InputError(str(error)) from None
     steps = that_can_be_written(model, all_ways(model, steps))
     finished = True
-    parts, searches = partitions(whole), list[Findings]()
+    searches = list[Findings]()
     with rarely_collecting_garbage():
         try:
-            for place, budget in enumerate(parts):
+            for budget in partitions(whole):  # the host's share grows, which needs little beside what is frozen
                 with judges(Case(model, profile, budget), workers) as judge:
-                    told = within(progress, place / len(parts), 1.0 / len(parts))
-                    searches.append(found := Findings(model, profile, budget, judge, 0, told))
+                    searches.append(found := Findings(model, profile, budget, judge, 0, progress))
                     _search(found, steps)
+                if found.best is not None:
+                    break
         except KeyboardInterrupt:
             if not searches:
                 raise
