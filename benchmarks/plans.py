@@ -40,7 +40,7 @@ from sim.search import NothingFits
 
 MODELS = ("qwen2.5-7b", "llama-3.1-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-3.1-70b", "gpt-oss-120b")
 MACHINES = ("a100-pcie", "h100", "gh200", "h200", "b200", "rtx4090", "rtx5090")
-LATER = ("rtxpro6000",)  # than the small instances, which are drawn from the machines above
+LATER = ("rtxpro6000", "dgx-spark", "strix-halo")  # than the small instances, which are drawn from the machines above
 SEQ, TOKENS = 2048, 16384
 # (model, machine, changes, name, sequence, tokens per step)
 SPECIAL = (

@@ -159,7 +159,7 @@ def most_that_fit(
     fits, beyond = -1, len(held)  # the most that are known to fit, and the fewest that are known not to
     n = len(copies) if held[-1] <= memory.device_bytes else 0
     while True:
-        lacking = written(n).device_bytes() - memory.device_bytes
+        lacking = -written(n).device_room(memory)
         if lacking <= 0 or (n == 0 and not grows):
             fits = n
         else:

@@ -25,7 +25,7 @@ from schedules.schedule import Knob, Schedule
 from schedules.tensor import Part, describe, parse
 from schedules.whole_numbers import fault
 from schedules.words import listed, one_of, own_name
-from schedules.workload import Workload
+from schedules.workload import MemoryBudget, Workload
 
 Keep = Literal["all", "input", "nothing"]
 _KEEP = get_args(Keep)
@@ -471,7 +471,14 @@ class Program(Buffers):
             (op.layer, op.phase, op.reads_quantised) for op in self._ops if op.takes_workspace and op.layer is not None
         }
         workspaces = (self._amounts.workspace(i, phase, quantised=quantised) for i, phase, quantised in ran)
-        return sum(b.nbytes for b in self._used() if b.tier == Tier.DEVICE) + max(workspaces, default=0)
+        return self._allocated(Tier.DEVICE) + max(workspaces, default=0)
+
+    def device_room(self, memory: MemoryBudget) -> int:
+        """Device bytes that are left beside the program as far as it is written, negative if there are too few."""
+        return memory.device_beside(self._allocated(Tier.HOST)) - self.device_bytes()
+
+    def _allocated(self, tier: Tier) -> int:
+        return sum(buffer.nbytes for buffer in self._used() if buffer.tier == tier)
 
     # ---- the schedule
 

@@ -194,8 +194,14 @@ class MemoryBudget:
         apart = self.device_bytes + self.host_bytes
         return apart if self.unified_bytes is None else min(apart, self.unified_bytes)
 
+    def device_beside(self, host_bytes: int) -> int:
+        """Bytes that may be filled on the device where so many are on the host: of one memory, what those leave."""
+        if self.unified_bytes is None:
+            return self.device_bytes
+        return min(self.device_bytes, max(self.unified_bytes - host_bytes, 0))
+
     def of(self, tier: Tier) -> int:
-        """Bytes that may be filled on a tier."""
+        """Bytes that may be filled on a tier, whatever is on the others."""
         return {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}[tier]
 
 

@@ -266,8 +266,8 @@ def _shortage(schedule: Schedule, budget: MemoryBudget, largest: Workspace) -> D
     lacks = []
     for tier in Tier:
         allocated, available = schedule.allocated_bytes(tier), budget.of(tier)
-        if tier == Tier.DEVICE and budget.unified_bytes is not None:  # what the host leaves
-            available = min(available, max(budget.unified_bytes - schedule.allocated_bytes(Tier.HOST), 0))
+        if tier == Tier.DEVICE:
+            available = budget.device_beside(schedule.allocated_bytes(Tier.HOST))
         extra = largest.nbytes if tier == Tier.DEVICE else 0
         if allocated + extra > available:
             holders = contents(schedule, tier)

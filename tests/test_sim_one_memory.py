@@ -244,3 +244,19 @@ def test_commands_tell_what_both_take_together() -> None:
     assert peak["device_and_host"] == peak["device"] + peak["host"] and has["device_and_host"] == has["device"]
     assert "device and host; it fits" in megatrain("build", *step).stdout
     assert "the same" in megatrain("hardware").stdout
+
+
+@pytest.mark.parametrize("name", ["streamed", "llmq", "gemini", "paged_optimizer", "zero_offload_pp"])
+def test_policies_that_fill_the_device_fill_what_the_host_leaves(name: str) -> None:
+    """As little as they take without filling it is enough, and so is more that they would fill."""
+    workload, endless = Workload(micro_batch_size=8, seq_len=256, accumulation=2), 1 << 50
+    plenty = MemoryBudget(device_bytes=endless, host_bytes=endless)
+    most = policies.build(name, MODEL_OF_PLANS, workload, plenty)
+    least = policies.build(name, MODEL_OF_PLANS, workload, replace(plenty, device_bytes=0))
+    sums = []
+    for schedule in (least, most):
+        peaks = peak_bytes(schedule, SHARED)
+        sums.append(peaks[Tier.DEVICE] + peaks[Tier.HOST])
+    for both in (sums[0], (sums[0] + sums[1]) // 2):
+        budget = MemoryBudget(device_bytes=both, host_bytes=both, unified_bytes=both)
+        require_fit(policies.build(name, MODEL_OF_PLANS, workload, budget), SHARED, budget)

@@ -64,7 +64,8 @@ def policy(
     if placement == "static":
         return _step(model, workload, kept, chunks=1 + max_prefetch, static=True, ahead=max_prefetch)
     least = _step(model, workload, kept, chunks=1 + max_prefetch, static=False, ahead=max_prefetch)
-    room = int(memory.device_bytes * STEADY_DEVICE_RATIO) - least.device_bytes()
+    taken = least.device_bytes()
+    room = int((taken + least.device_room(memory)) * STEADY_DEVICE_RATIO) - taken
     more = max(room // least.nbytes(least.weight(0)), 0)
     chunks = max(min(1 + max_prefetch + more, model.num_hidden_layers), 1 + max_prefetch)
     return _step(model, workload, kept, chunks=chunks, static=False, ahead=max_prefetch)

@@ -71,6 +71,6 @@ def policy(
     if offload != "auto":
         return build(offload)
     for level in LEVELS[:-1]:
-        if (step := build(level)).device_bytes() <= memory.device_bytes:
+        if (step := build(level)).device_room(memory) >= 0:
             return step
     return build(LEVELS[-1])

@@ -66,10 +66,10 @@ def policy(
 
 def _without_room(model: ModelSpec, workload: Workload, memory: MemoryBudget, kept: Kept) -> range:
     """The first layers, so many that the states of the others fit the device."""
-    if _step(model, workload, (), kept).device_bytes() <= memory.device_bytes:
+    if _step(model, workload, (), kept).device_room(memory) >= 0:
         return range(0)
     paging = _step(model, workload, model.layers, kept)
-    room, first = memory.device_bytes - paging.device_bytes(), len(model.layers)
+    room, first = paging.device_room(memory), len(model.layers)
     while first and room >= (size := paging.nbytes(paging.state(model.layers[first - 1]))):
         room, first = room - size, first - 1
     return model.layers[:first]

@@ -89,5 +89,5 @@ def policy(
     if ratio is not None:
         from_0_to_1("a part of the sub-groups", ratio=ratio)
         return build(int((1 - ratio) * len(groups)))  # DeepSpeed's rounding
-    fitting = bisect_right(range(len(groups) + 1), memory.device_bytes, key=lambda n: build(n).device_bytes())
+    fitting = bisect_right(range(len(groups) + 1), 0, key=lambda n: -build(n).device_room(memory))
     return build(max(fitting - 1, 0))
