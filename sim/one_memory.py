@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.schedule import Schedule
-from schedules.workload import MemoryBudget
+from schedules.workload import MemoryBudget, Workload
+from sim.frugal import least_together
+from sim.machine import HardwareProfile
 
 # The host's share. What is resident needs little of it, states that the CPU updates while the GPU computes need much.
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
@@ -24,3 +27,18 @@ def partitions(budget: MemoryBudget, first: Iterable[Schedule] = ()) -> tuple[Me
     wanted = [schedule.allocated_bytes(Tier.HOST) for schedule in first] + [int(both * share) for share in SHARES]
     hosts = dict.fromkeys(min(host, both, budget.host_bytes) for host in wanted)
     return tuple(replace(budget, host_bytes=host, device_bytes=min(both - host, budget.device_bytes)) for host in hosts)
+
+
+def partition_of_least(
+    model: ModelSpec, profile: HardwareProfile, steps: Sequence[Workload], budget: MemoryBudget
+) -> MemoryBudget:
+    """The partition in which the thriftiest way to run a step has room; the budget as it is if there is none, or if the
+    tiers have memory of their own."""
+    both = budget.unified_bytes
+    if both is None:
+        return budget
+    found = [peaks for step in steps if (peaks := least_together(model, profile, step, budget))]
+    if not found:
+        return budget
+    host = min(min(found, key=lambda peaks: peaks[Tier.DEVICE] + peaks[Tier.HOST])[Tier.HOST], both, budget.host_bytes)
+    return replace(budget, host_bytes=host, device_bytes=min(both - host, budget.device_bytes))

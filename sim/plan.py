@@ -17,7 +17,7 @@ from sim.candidate import OURS, Case, Tried, judges, rarely_collecting_garbage
 from sim.cost import MissingCost, TooLong, Unmeasured
 from sim.findings import Progress, promise, within
 from sim.machine import HardwareProfile
-from sim.one_memory import partitions
+from sim.one_memory import partition_of_least, partitions
 from sim.placement_bound import PlacementBound
 from sim.prediction import Prediction, memory_of
 from sim.profile_coverage import command
@@ -156,7 +156,10 @@ def plan(
             of_each = QUICK / len(parts) if len(parts) > 1 else 0.0
             for place, part in enumerate(parts if of_each else ()):
                 search_in(part, effort // QUICKER, within(progress, place * of_each, of_each))
-            likeliest = min(searches, key=lambda each: promise(each.found)).found.budget if searches else whole
+            if all(search.found.best is None for search in searches):
+                likeliest = partition_of_least(model, profile, steps, whole)
+            else:
+                likeliest = min(searches, key=lambda each: promise(each.found)).found.budget
             search_in(likeliest, effort, within(progress, len(parts) * of_each, 1.0 - len(parts) * of_each))
         except KeyboardInterrupt:
             if not searches:

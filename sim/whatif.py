@@ -5,9 +5,7 @@ All by changing one thing and evaluating again: ops by longest path, in one batc
 
 from __future__ import annotations
 
-import itertools
 import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,17 +16,15 @@ from numpy.typing import NDArray
 from schedules.fp8 import ALIGNED
 from schedules.model import ModelSpec
 from schedules.op import Op, Phase, Tier
-from schedules.schedule import Knob
 from schedules.trace import Ints
-from schedules.workload import MemoryBudget, Workload
-from sim.candidate import Candidate
+from schedules.workload import Workload
 from sim.cost import demands
+from sim.frugal import HUGE, frugal, least_together
 from sim.hardware import override
 from sim.longest_path import periods
 from sim.machine import CEILINGS, TIMED, HardwareProfile, lookup
 from sim.one_memory import partitions
 from sim.prediction import Prediction, memory_of, predict
-from sim.room import Room
 
 MORE = 1.25  # what a resource is multiplied with to see what more of it would bring
 FASTER = 0.9  # what the ops of a class are multiplied with to see what they hold up
@@ -53,7 +49,6 @@ RATES_OF_ONE_MEMORY = (
 )
 LINKS = (("H2D", "links.h2d.bandwidth"), ("D2H", "links.d2h.bandwidth"))
 NO_STALL = 1.01  # a step no longer than this, against one with the fastest link, is not held up
-HUGE = 1 << 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,12 +196,11 @@ def smallest_memory(
     """
     budget = memory_of(profile)
     if budget.unified_bytes is not None:
-        endless = replace(budget, device_bytes=HUGE, host_bytes=HUGE, unified_bytes=None)
-        both = list(_frugal(model, profile, workload, endless)) + ([known] if known else [])
+        both = [peaks for peaks in (least_together(model, profile, workload, budget), known) if peaks is not None]
         least = min((peaks[Tier.DEVICE] + peaks[Tier.HOST] for peaks in both), default=None)
         return Smallest(device_bytes=least, host_bytes=least, unified_bytes=least)
-    devices = [peaks[Tier.DEVICE] for peaks in _frugal(model, profile, workload, replace(budget, device_bytes=HUGE))]
-    hosts = [peaks[Tier.HOST] for peaks in _frugal(model, profile, workload, replace(budget, host_bytes=HUGE))]
+    devices = [peaks[Tier.DEVICE] for peaks in frugal(model, profile, workload, replace(budget, device_bytes=HUGE))]
+    hosts = [peaks[Tier.HOST] for peaks in frugal(model, profile, workload, replace(budget, host_bytes=HUGE))]
     if known is not None:
         devices.append(known[Tier.DEVICE])
         hosts.append(known[Tier.HOST])
@@ -235,53 +229,7 @@ def largest_micro_batch(model: ModelSpec, profile: HardwareProfile, workload: Wo
 def _trains(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> bool:
     if model.unmet_length(workload.seq_len):
         return False
-    return any(True for part in partitions(memory_of(profile)) for _ in _frugal(model, profile, workload, part))
-
-
-def _frugal(
-    model: ModelSpec, profile: HardwareProfile, workload: Workload, budget: MemoryBudget
-) -> Iterator[dict[Tier, int]]:
-    """Peak bytes of the schedules that take least of one tier or another, those that fit, of any mode of recompute."""
-    for mode in reversed(model.recompute_modes):
-        yield from _frugal_in_mode(model, profile, replace(workload, recompute=mode), budget)
-
-
-def _frugal_in_mode(
-    model: ModelSpec, profile: HardwareProfile, workload: Workload, budget: MemoryBudget
-) -> Iterator[dict[Tier, int]]:
-    room, blocks = Room(model, profile, budget), model.num_hidden_layers
-    if not room.might_hold(workload):
-        return
-    nothing_away: dict[str, Knob] = dict.fromkeys(("inputs", "nvme", "nvme_weights", "nvme_inputs"), 0)
-    in_host: dict[str, Knob] = {**nothing_away, "inputs": blocks}
-    ways = itertools.product(room.thriftiest(workload), ({}, in_host, nothing_away))
-    for start in dict.fromkeys(least.with_knobs(knobs) for least, knobs in ways):
-        for held in _held(room, start):
-            for balance in (room.rebalanced, room.within_the_drive):  # less on the drive, less in the host
-                peaks = room.peaks(balance(held))
-                if peaks is None or any(peaks[tier] > budget.of(tier) for tier in Tier):
-                    break
-                yield peaks
-
-
-def _held(room: Room, start: Candidate) -> Iterator[Candidate]:
-    """With as much on the device as that has room for, and with no more layers there than must be, for the host and the
-    drive have no room.
-    """
-    most = room.most_residents(start)
-
-    def holding(count: int) -> Candidate:
-        return start.with_knobs({"resident": count})
-
-    def enough(count: int) -> bool:
-        rest = room.rebalanced(holding(count))
-        return room.on(Tier.HOST, rest) and room.on(Tier.NVME, rest)
-
-    if most >= 0:
-        yield holding(most)
-    yield from room.filled(start)
-    if most >= 0 and enough(most):
-        yield holding(0 if enough(0) else bisect_left(range(most), True, key=enough))
+    return any(True for part in partitions(memory_of(profile)) for _ in frugal(model, profile, workload, part))
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

@@ -20,7 +20,7 @@ from sim import hardware, whatif
 from sim.adapter_plan import plan_adapters
 from sim.cost import D2H, DRAM, DUPLEX, GPU, Terms, demands
 from sim.engine import simulate
-from sim.one_memory import SHARES, partitions
+from sim.one_memory import SHARES, partition_of_least, partitions
 from sim.placement_bound import NoPlacement, placement_bound
 from sim.plan import plan
 from sim.prediction import DoesNotFit, memory_of, peak_bytes, predict, require_fit
@@ -150,6 +150,25 @@ def test_a_plan_of_one_memory_fits_it_and_is_no_faster_than_its_bound() -> None:
     assert found.chosen in found.tried
     roomy = plan(MODEL_OF_PLANS, machine_with(8 * needed), seq_len=128, tokens_per_step=512, effort=12)
     assert roomy.prediction.period_ns <= found.prediction.period_ns * 1.01
+
+
+def test_what_fits_in_no_usual_partition_is_planned_in_one_of_its_own() -> None:
+    machine = replace(SHARED, nvme=None)
+    least = whatif.smallest_memory(MODEL_OF_PLANS, machine, STEP).unified_bytes
+    assert least is not None
+    tight = hardware.override(machine, [f"unified_memory={least * 1.01 / MB}MB"])
+    for part in partitions(memory_of(tight)):
+        with pytest.raises(NothingFits):
+            plan(
+                MODEL_OF_PLANS, tight, seq_len=128, micro_batch_size=4, effort=6,
+                memory=replace(part, unified_bytes=None),
+            )  # fmt: skip
+    found = plan(MODEL_OF_PLANS, tight, seq_len=128, micro_batch_size=4, effort=6)
+    assert found.prediction.fits
+    apart = memory_of(APART)
+    assert partition_of_least(MODEL_OF_PLANS, APART, [STEP], apart) == apart
+    none = replace(memory_of(tight), unified_bytes=least // 2, device_bytes=least // 2, host_bytes=least // 2)
+    assert partition_of_least(MODEL_OF_PLANS, tight, [STEP], none).device_and_host_bytes <= least // 2
 
 
 def test_progress_of_a_plan_only_grows_over_all_partitions() -> None:
