@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from torchs_bits import of_torch
 
 from megatrain.adam import Adam, decayed, step, within
 from megatrain.adam_state import initialise, master_weights, matched, split_state
@@ -56,6 +57,7 @@ def bits(x):
     return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.itemsize])
 
 
+@of_torch
 @pytest.mark.parametrize("n", SIZES)
 def test_fp32_has_the_bits_of_torch_adamw(n):
     source, weights, state, grads = make(n, "fp32")
@@ -78,6 +80,7 @@ def test_fp32_has_the_bits_of_torch_adamw(n):
     assert torch.equal(bits(parts.v), bits(theirs.state[parameter]["exp_avg_sq"]))
 
 
+@of_torch
 @pytest.mark.parametrize("precision", NO_MASTER)
 @pytest.mark.parametrize("n", SIZES)
 def test_without_a_master_the_bits_are_those_of_torch_adamw_in_fp32_and_then_rounded(n, precision):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torchs_bits import of_torch
 
 from megatrain import adam, adam_state, moments8
 from megatrain.adam import Adam
@@ -110,6 +111,7 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(found, right)
 
 
+@of_torch
 @pytest.mark.skipif(native.kernel() is None, reason=str(native.why_not()))
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("grad_type", [torch.bfloat16, torch.float32])

@@ -1,7 +1,8 @@
 """AdamW's kernel on the CPU: one pass over gradient, moments, weights and what is kept of a master.
 
-Has the bits of torch's fused kernel wherever that one is vectorised, by any number of threads; torch computes
-the last elements of a slab, fewer than a vector, in another precision, so those are left to it.
+Has the same bits on every processor and by any number of threads: on x86 those of torch's fused kernel wherever that
+one is vectorised; on others torch's own depend on what its compiler fused. Torch computes the last elements of a slab,
+fewer than a vector, in another precision, so those are left to it.
 """
 
 from __future__ import annotations
