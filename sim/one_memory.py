@@ -13,7 +13,7 @@ from sim.frugal import least_together
 from sim.machine import HardwareProfile
 
 # The host's share. What is resident needs little of it, states that the CPU updates while the GPU computes need much.
-SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
 
 
 def partitions(budget: MemoryBudget, first: Iterable[Schedule] = ()) -> tuple[MemoryBudget, ...]:

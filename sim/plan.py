@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from schedules.verify import verify
 from schedules.workload import ADAMW, MemoryBudget, Workload
 from sim.candidate import OURS, Case, Tried, judges, rarely_collecting_garbage
 from sim.cost import MissingCost, TooLong, Unmeasured
-from sim.findings import Progress, promise, within
+from sim.findings import Findings, Progress, promise, within
 from sim.machine import HardwareProfile
 from sim.one_memory import partition_of_least, partitions
 from sim.placement_bound import PlacementBound
@@ -26,6 +27,7 @@ from sim.splits import Bounded, all_ways, by_bound, splits, that_can_be_written
 
 QUICKER = 6  # of a memory that device and host share, each partition is searched so much quicker, then the best of them
 QUICK = 0.4  # how much of all the time that takes
+HARDLY = 0.01  # slower, as a fraction, than what was found quickly in another partition: worth a thorough search too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,11 +158,11 @@ def plan(
             of_each = QUICK / len(parts) if len(parts) > 1 else 0.0
             for place, part in enumerate(parts if of_each else ()):
                 search_in(part, effort // QUICKER, within(progress, place * of_each, of_each))
-            if all(search.found.best is None for search in searches):
-                likeliest = partition_of_least(model, profile, steps, whole)
-            else:
-                likeliest = min(searches, key=lambda each: promise(each.found)).found.budget
-            search_in(likeliest, effort, within(progress, len(parts) * of_each, 1.0 - len(parts) * of_each))
+            likeliest = _likeliest([search.found for search in searches])
+            likeliest = likeliest or [partition_of_least(model, profile, steps, whole)]
+            before, rest = len(parts) * of_each, (1.0 - len(parts) * of_each) / len(likeliest)
+            for place, part in enumerate(likeliest):
+                search_in(part, effort, within(progress, before + place * rest, rest))
         except KeyboardInterrupt:
             if not searches:
                 raise
@@ -191,6 +193,13 @@ def plan(
         left_out=left_out,
         measure_with=measure_with,
     )
+
+
+def _likeliest(quickly: Sequence[Findings]) -> list[MemoryBudget]:
+    """Where a quick search found the best schedule or one that is hardly slower, the best first."""
+    most = min((found.cost_ns for found in quickly), default=math.inf) * (1.0 + HARDLY)
+    found = [found for found in sorted(quickly, key=lambda found: found.cost_ns) if found.best is not None]
+    return [one.budget for one in found if one.cost_ns <= most]
 
 
 def bound_of_any_split(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torchs_bits import of_torch
 
 from megatrain import checkpoint, initial, session
 from megatrain.adam import Adam
@@ -705,6 +706,7 @@ def test_a_loss_that_is_not_finite_stops_and_costs_no_good_checkpoint(tmp_path: 
         session.train(verify(of), steps=3, hyper=Adam(lr=1e30))
 
 
+@of_torch  # on others a loss of weights of 1e30 may be finite
 def test_a_stale_loss_that_is_not_finite_costs_no_good_checkpoint(tmp_path: Path) -> None:
     """The step after the one that diverges still computes with weights of before."""
     of, folder = schedule("roundpipe"), tmp_path / "checkpoints"
