@@ -157,7 +157,7 @@ def plan(
             parts = partitions(whole, first)
             of_each = QUICK / len(parts) if len(parts) > 1 else 0.0
             for place, part in enumerate(parts if of_each else ()):
-                search_in(part, effort // QUICKER, within(progress, place * of_each, of_each))
+                search_in(part, max(effort // QUICKER, 1), within(progress, place * of_each, of_each))
             likeliest = _likeliest([search.found for search in searches])
             likeliest = likeliest or [partition_of_least(model, profile, steps, whole)]
             before, rest = len(parts) * of_each, (1.0 - len(parts) * of_each) / len(likeliest)

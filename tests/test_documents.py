@@ -107,7 +107,9 @@ def test_what_is_said_of_plans(plans: pd.DataFrame) -> None:
     assert against.min() >= 1.0
     says("README.md", f"any of the {len(plans)} points; the plan is {against.median():.2f} times as fast")
     says("README.md", f"On {sum(plans.gap <= 0.03)} points it is within 3 %; the median is {plans.gap.median():.1%}")
-    quick, slow = (plans[plans.model == name] for name in ("qwen2.5-7b", "llama-3.1-70b"))
+    shared = plans.machine.isin([name for name in hardware.names() if hardware.load(name).unified_memory])
+    says("README.md", f"up to {plans[shared].planning_s.max():.0f} s where CPU and GPU share one memory")
+    quick, slow = (plans[~shared & (plans.model == name)] for name in ("qwen2.5-7b", "llama-3.1-70b"))
     seconds, usual, long = quick.planning_s, slow[slow.tokens_per_step == 16384].planning_s, slow.planning_s.max()
     says("README.md", f"up to {long:.0f} s in steps of 128k tokens")
     says(
