@@ -2,8 +2,8 @@
 //
 // The arithmetic is that of torch's vectorised fused AdamW kernel for x86, operation by operation, so that a slab ends
 // there with the same bits whichever of the two ran, and on every processor with those: fused multiply-adds stand
-// where they have torch's bits and nowhere else (compile with -ffp-contract=off). Elements do not depend on each other, so neither the number of threads nor
-// where a block begins can be seen in the result.
+// where they have torch's bits and nowhere else (compile with -ffp-contract=off). Elements do not depend on each
+// other, so neither the number of threads nor where a block begins can be seen in the result.
 
 #include <algorithm>
 #include <atomic>
