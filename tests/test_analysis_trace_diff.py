@@ -18,11 +18,11 @@ from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import RECORDED, Schedule
 from schedules.trace import COLUMNS, ISSUE, Trace, TraceError
 from schedules.workload import MemoryBudget, Workload
-from sim.cost import Terms, demands
+from sim.cost import DRAM, Terms, demands
 from sim.engine import simulate
 from sim.hardware import load, names, override
 from sim.machine import HardwareProfile
-from sim.prediction import memory_of
+from sim.prediction import memory_of, predict
 
 ALONE = Terms(sharing=False, compute_slowdown=False)
 
@@ -205,11 +205,33 @@ def test_what_slows_the_gpus_work_is_a_copy(schedule: Schedule, profile: Hardwar
     assert all(other.stream != Stream.COMPUTE for phase, other in beside if phase == Phase.COPY)
 
 
-def test_what_ops_share_is_alike_on_all_gpus_of_a_name() -> None:
+def test_what_ops_share_is_alike_on_all_gpus_of_a_name_that_have_memory_of_their_own() -> None:
     """So that `diff` may take any where none is named."""
     step, room = Workload(micro_batch_size=4, seq_len=64), MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40)
     built = policies.build("streamed", presets.load("tiny"), step, room, keep=0)
-    (_,) = {tuple(frozenset(demand.usage) for demand in demands(built, load(name))) for name in names()}
+    apart, one = dict[str, list[frozenset[str]]](), dict[str, list[frozenset[str]]]()
+    for machine in map(load, names()):
+        used = [frozenset(demand.usage) for demand in demands(built, machine)]
+        (one if machine.one_memory else apart)[machine.name] = used
+    (usual,), (shared,) = (set(map(tuple, found.values())) for found in (apart, one))
+    assert all(b - a <= {DRAM} and DRAM in b for a, b in zip(usual, shared, strict=True) if b) and usual != shared
+
+
+def test_runs_on_one_memory_are_compared_as_its_own(tmp_path: Path) -> None:
+    """There the GPU's ops share it with the CPU's, which a row of their file tells."""
+    room = memory_of(load("dgx-spark"))
+    step = policies.build("streamed", presets.load("demo"), Workload(micro_batch_size=8, seq_len=128), room, keep=0)
+    codec.save(step, tmp_path / "step")
+    for trace, efficiency in (("first", "1"), ("second", "0.1")):
+        machine = override(load("dgx-spark"), [f"host.adam_efficiency={efficiency}fraction"])
+        predict(step, machine).trace.save(tmp_path / trace)
+
+    def rows(*given: str) -> str:
+        done = megatrain("diff", "first", "second", "--schedule", "step", "-o", "rows.csv", *given, cwd=tmp_path)
+        assert not done.returncode and "note:" not in done.stderr, done.stderr
+        return (tmp_path / "rows.csv").read_text()
+
+    assert rows() == rows("-H", "dgx-spark") != rows("-H", "h200")
 
 
 def test_a_profile_that_lacks_the_schedules_ops_says_all_the_same_what_ops_share(

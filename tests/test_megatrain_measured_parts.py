@@ -183,7 +183,8 @@ def test_another_list_of_schedules_finds_the_workspace_of_all_its_ops(
 def test_an_interrupted_profile_does_not_go_on_elsewhere(
     other: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
+    properties = SimpleNamespace(total_memory=80 * GIB, is_integrated=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
 

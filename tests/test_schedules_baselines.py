@@ -100,8 +100,8 @@ def test_as_many_blocks_keep_their_activations_as_fit_whatever_was_guessed(
     class Written(NamedTuple):
         count: int
 
-        def device_bytes(self) -> int:
-            return sizes[self.count]
+        def device_room(self, memory: MemoryBudget) -> int:
+            return memory.device_bytes - sizes[self.count]
 
         def blocks_that_fit(self, memory: MemoryBudget, *, copies: Sequence[int]) -> int:
             return min(guess, len(copies))
@@ -122,9 +122,9 @@ def test_three_programs_are_written_where_blocks_take_what_they_keep(
     class Written(NamedTuple):
         count: int
 
-        def device_bytes(self) -> int:
+        def device_room(self, memory: MemoryBudget) -> int:
             seen.append(self.count)
-            return (base + max(self.count * copies, 1)) * one
+            return memory.device_bytes - (base + max(self.count * copies, 1)) * one
 
     most_that_fit(Written, TINY, workload(), room(limit * one), copies=[copies] * blocks, grows=True)  # type: ignore[arg-type]
     assert len(seen) <= 3

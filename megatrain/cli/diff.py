@@ -19,7 +19,7 @@ from megatrain.cli.options import (
     trace_of,
 )
 
-SOME_GPU = "h200"  # what ops share is the same on every GPU that is known by a name
+SOME_GPU = "h200"  # what ops share is the same on every GPU that is known by a name and has memory of its own
 
 
 def diff(
@@ -28,7 +28,9 @@ def diff(
     schedule: Annotated[Path, typer.Option("--schedule", help="The schedule file of both.")],
     hardware: Annotated[
         str | None,
-        typer.Option("--hardware", "-H", "--profile", help="A machine's name, or a profile; any GPU if left out."),
+        typer.Option(
+            "--hardware", "-H", "--profile", help="A machine's name, or a profile; the traces' own, or any GPU."
+        ),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many differences to show.")] = 12,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a row per op to this CSV file.")] = None,
@@ -36,7 +38,7 @@ def diff(
 ) -> None:
     """Show where two runs of a schedule differ, largest first, and which differences change the step time.
 
-    The hardware only says which ops share a resource. GPUs are alike in that; a CPU is not.
+    The hardware only says which ops share a resource. GPUs with memory of their own are alike in that; others are not.
     """
     from analysis import tables, trace_diff, trace_words
     from schedules.files import write_text
@@ -45,18 +47,18 @@ def diff(
 
     require_input(first, second, schedule)
     require_outputs(files=[out])
-    machine = machine_of(hardware or SOME_GPU, None)
+    given = None if hardware is None else machine_of(hardware, None)
     with stages() as begin:
         begin("reading")
         step = schedule_to_show(schedule)
         traces = trace_of(step, first), trace_of(step, second)
         begin("comparing")
-        found = trace_diff.diff(step, *traces, machine)
+        unknown = [trace.machine for trace in traces if trace.machine not in machines.names()]
+        found = trace_diff.diff(step, *traces, given or machines.load(SOME_GPU if unknown else traces[0].machine))
         totals = trace_diff.totals(found)
         not_replayed = trace_words.not_replayed(trace_diff.overlapping(step, *traces))
         moves = None if not_replayed else trace_diff.moves(step, *traces)
-    unknown = [trace.machine for trace in traces if trace.machine not in machines.names()]
-    if hardware is None and unknown and not step.is_recording:  # a recording's ops share what its streams do
+    if given is None and unknown and not step.is_recording:  # a recording's ops share what its streams do
         told_of = f"ops are taken to share what they share on a GPU; if {unknown[0]} is a CPU"
         print(f"note: {told_of}, give its profile with --hardware", file=sys.stderr)
     told = {"ops": trace_words.sentences(found, top), "idle streams": trace_words.idle_sentences(found, top)}
