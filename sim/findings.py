@@ -133,8 +133,8 @@ def promise(found: Findings) -> tuple[float, int]:
 
 def within(progress: Progress | None, before: float, part: float) -> Progress | None:
     """What tells the progress of a search that is so large a part of another, of which so much was done before."""
-    if progress is None or part == 1.0:
-        return progress
+    if progress is None:
+        return None
     return lambda best, share, note: progress(best, before + share * part, note)
 
 

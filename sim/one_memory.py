@@ -32,11 +32,8 @@ def partitions(budget: MemoryBudget, first: Iterable[Schedule] = ()) -> tuple[Me
 def partition_of_least(
     model: ModelSpec, profile: HardwareProfile, steps: Sequence[Workload], budget: MemoryBudget
 ) -> MemoryBudget:
-    """The partition in which the thriftiest way to run a step has room; the budget as it is if there is none, or if the
-    tiers have memory of their own."""
-    both = budget.unified_bytes
-    if both is None:
-        return budget
+    """The partition of one memory in which the thriftiest way to run a step has room; as it is if there is no way."""
+    both = budget.device_and_host_bytes
     found = [peaks for step in steps if (peaks := least_together(model, profile, step, budget))]
     if not found:
         return budget

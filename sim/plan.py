@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from schedules.model import ModelSpec
@@ -143,26 +142,24 @@ def plan(
     unmeasured: list[Unmeasured] = []
     searches: list[Search] = []
 
-    def search_in(budget: MemoryBudget, effort: int, progress: Progress | None) -> None:
+    def search_in(budget: MemoryBudget, effort: int, progress: Progress | None) -> Findings:
         with judges(Case(model, profile, budget), workers) as judge:
             searches.append(search := Search(model, profile, budget, judge, progress, effort))
             for schedule in first:
                 search.begin_with(schedule, steps)
             search.all_of(steps, bounded)
+        return search.found
 
     with rarely_collecting_garbage():
         try:
             bounded, unmeasured = by_bound(model, profile, whole, steps)
             limit = min((found for found, _ in bounded), key=lambda found: found.period_ns, default=None)
-            parts = partitions(whole, first)
-            of_each = QUICK / len(parts) if len(parts) > 1 else 0.0
-            for place, part in enumerate(parts if of_each else ()):
-                search_in(part, max(effort // QUICKER, 1), within(progress, place * of_each, of_each))
-            likeliest = _likeliest([search.found for search in searches])
-            likeliest = likeliest or [partition_of_least(model, profile, steps, whole)]
-            before, rest = len(parts) * of_each, (1.0 - len(parts) * of_each) / len(likeliest)
-            for place, part in enumerate(likeliest):
-                search_in(part, effort, within(progress, before + place * rest, rest))
+            if len(parts := partitions(whole, first)) == 1:
+                search_in(whole, effort, progress)
+            else:
+                _in_partitions(
+                    search_in, parts, effort, progress, lambda: partition_of_least(model, profile, steps, whole)
+                )
         except KeyboardInterrupt:
             if not searches:
                 raise
@@ -195,11 +192,27 @@ def plan(
     )
 
 
-def _likeliest(quickly: Sequence[Findings]) -> list[MemoryBudget]:
-    """Where a quick search found the best schedule or one that is hardly slower, the best first."""
-    most = min((found.cost_ns for found in quickly), default=math.inf) * (1.0 + HARDLY)
-    found = [found for found in sorted(quickly, key=lambda found: found.cost_ns) if found.best is not None]
-    return [one.budget for one in found if one.cost_ns <= most]
+def _in_partitions(
+    search_in: Callable[[MemoryBudget, int, Progress | None], Findings],
+    parts: Sequence[MemoryBudget],
+    effort: int,
+    progress: Progress | None,
+    of_least: Callable[[], MemoryBudget],
+) -> None:
+    """Search all partitions of a memory quickly, and thoroughly the best and those that are hardly slower.
+
+    Where nothing fits any, search the one `of_least`, for what takes least memory.
+    """
+    each = QUICK / len(parts)
+    found = [
+        search_in(part, max(effort // QUICKER, 1), within(progress, place * each, each))
+        for place, part in enumerate(parts)
+    ]
+    most = min(one.cost_ns for one in found) * (1.0 + HARDLY)
+    likeliest = [one.budget for one in found if one.best is not None and one.cost_ns <= most] or [of_least()]
+    each = (1.0 - QUICK) / len(likeliest)
+    for place, part in enumerate(likeliest):
+        search_in(part, effort, within(progress, QUICK + place * each, each))
 
 
 def bound_of_any_split(
