@@ -141,10 +141,9 @@ LLMQ: tuple[Point, ...] = (
     _llmq("rtx5090", "qwen2.5-0.5b", 8, 64, 69444, matmul="fp8"),
     _llmq("rtx5090", "qwen2.5-0.5b", 16, 32, 68871, matmul="fp8"),
     _llmq("rtx5090", "qwen2.5-1.5b", 8, 64, 27056, matmul="fp8"),
-    *(
-        replace(_llmq("l40s", f"qwen2.5-{size}", micro, 512 // micro, value), why=_SLOWER_THAN_ITS_PRODUCTS)
-        for size, micro, value in (("0.5b", 16, 43860), ("1.5b", 8, 17000), ("3b", 4, 8900))
-    ),
+    replace(_llmq("l40s", "qwen2.5-0.5b", 16, 32, 43860), why=_SLOWER_THAN_ITS_PRODUCTS),
+    _llmq("l40s", "qwen2.5-1.5b", 8, 64, 17000),
+    _llmq("l40s", "qwen2.5-3b", 4, 128, 8900),
     replace(_llmq("l40s", "qwen2.5-7b", 4, 128, 3900, offload="states", recompute="pointwise"), assumed=_EARLY),
     replace(_llmq("l40s", "qwen2.5-14b", 16, 32, 1500, **_ALL_BUT_GRADIENTS), assumed=_EARLY),
     _llmq("l40s", "qwen2.5-0.5b", 32, 16, 46948, matmul="fp8"),
