@@ -38,9 +38,10 @@ def listed(words: Iterable[str]) -> str:
 
 def nearest(word: str, known: Sequence[str], cutoff: float = 0.6) -> list[str]:
     """The known names, five at most, that a mistyped one may mean, in whatever case: first those that begin with it,
-    then those it is a part of, then those spelt alike, which `cutoff` decides as in difflib."""
+    then those it is a part of, but not of a number, then those spelt alike, which `cutoff` decides as in difflib."""
     typed, folded = word.casefold(), {name: name.casefold() for name in known}
-    holding = [name for name in known if typed and typed in folded[name]]
+    part = re.compile((r"(?<![\d.])" if typed[:1].isdigit() else "") + re.escape(typed))  # no 8b of a 48b
+    holding = [name for name in known if typed and part.search(folded[name])]
     holding.sort(key=lambda name: not folded[name].startswith(typed))
     alike = difflib.get_close_matches(typed, folded.values(), n=3, cutoff=cutoff)
     spelt = [name for near in alike for name in known if folded[name] == near]
