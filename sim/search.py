@@ -27,7 +27,7 @@ from sim.machine import HardwareProfile
 from sim.placement_bound import PlacementBound
 from sim.prediction import Prediction
 from sim.refine import fewer_micro_batches, refine, send_away, shake
-from sim.room import orders, state_of_block, ways_to_part
+from sim.room import ONE_BLOCK, orders, state_of_block, ways_to_part
 from sim.splits import NEARLY_LEAST, Bounded, by_bound, worth_searching
 
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
@@ -376,18 +376,33 @@ class Search:
         """Try as many states on the device as have room beside those of `passing` blocks, or fewer, that pass.
 
         States that pass come in parts: their buffers take room from what stays, and weights need the same link, unless
-        those of the blocks whose states pass are held.
+        those of the blocks whose states pass are held. Where none of that has room, weights come one block at a time.
         """
-        blocks = self.found.model.num_hidden_layers
-        parts = min(FEW_PARTS, ways_to_part(self.found.model, start.workload)[-1])
-        start = start.with_knobs({"parts": parts, "resident": self.least_resident, "slabs": MANY_SLABS * parts})
-        for through in sorted({math.ceil(passing * share) for share in PASSING} - {0}):
+        blocks, fit = self.found.model.num_hidden_layers, False
+        most = ways_to_part(self.found.model, start.workload)[-1]
+        some = sorted({math.ceil(passing * share) for share in PASSING} - {0})
+
+        def late(there: Candidate) -> Candidate:
+            by_cpu = blocks - there.count("through") - there.count("stay") // there.count("parts")
+            return there.with_knobs({"defer": by_cpu // LATE_OF_FEWER})
+
+        def in_parts(parts: int, **knobs: Knob) -> Candidate:
+            return start.with_knobs({"parts": parts, "slabs": MANY_SLABS * parts, **knobs})
+
+        in_few = in_parts(min(FEW_PARTS, most), resident=self.least_resident)
+        for through in some:
             for held, slots in ((0, EARLY), (through, BESIDE_HELD), (through, 2)):
-                there = self._staying(start.with_knobs({"through": through, "hold": held, "slots": slots}))
-                by_cpu = blocks - through - there.count("stay") // parts
-                (tried,) = self.found.evaluate(there.with_knobs({"defer": by_cpu // LATE_OF_FEWER}))
+                there = self._staying(in_few.with_knobs({"through": through, "hold": held, "slots": slots}))
+                (tried,) = self.found.evaluate(late(there))
+                fit = fit or not tried.over
                 if held and not tried.over:
                     break
+        if not fit:  # blocks of a large mixture, say, of which few have room at once
+            tight = in_parts(most, **ONE_BLOCK, inputs=blocks)
+            residents = range(min(self.least_resident, 1) + 1)
+            self.found.evaluate(
+                *(late(tight.with_knobs({"through": n, "resident": of})) for n in reversed(some) for of in residents)
+            )
 
     def _staying(self, candidate: Candidate) -> Candidate:
         """The candidate with as many parts of blocks' states on the device as have room there."""

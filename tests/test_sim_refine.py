@@ -163,6 +163,19 @@ def test_where_held_weights_leave_no_room_there_are_fewer_slots(room: int, tried
     assert [(one.count("hold"), one.count("slots")) for one in search.found.tried if one.count("through") == 3] == tried
 
 
+def test_where_no_two_blocks_have_room_states_pass_beside_one() -> None:
+    def judge(candidates: list[Candidate], best_ns: float) -> Iterator[Verdict]:
+        for candidate in candidates:
+            full = max(candidate.count("slots"), candidate.count("grad_slots")) > 1 or candidate.count("inputs") < 6
+            yield Verdict(replace(unjudged(candidate), over=int(full)), None, 1)
+
+    profile = hardware.load("h200")
+    search = Search(replace(MODEL, num_hidden_layers=6), profile, memory_of(profile), judge)
+    search._stay_and_pass(START, 3)
+    fit = [candidate for candidate, tried in search.found.tried.items() if not tried.over]
+    assert [(one.count("through"), one.count("parts")) for one in fit] == [(3, 16), (2, 16), (1, 16)]
+
+
 def split(count: int, recompute: str = "none") -> Workload:
     return replace(START.workload, micro_batch_size=16 // count, accumulation=count, recompute=recompute)
 
