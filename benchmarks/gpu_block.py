@@ -38,20 +38,23 @@ _DEEPSEEK = replace(
     presets.load("deepseek-v2-lite"), num_experts=8, num_experts_per_tok=2, first_k_dense_replace=0, q_lora_rank=768
 )
 _QWEN3_5 = presets.load("qwen3.5-0.8b")
+_KIMI = presets.load("kimi-linear-48b-a3b")
 _GRANITE4 = presets.load("granite-4.0-h-micro")
 _NEMOTRON3 = replace(presets.load("nemotron-3-super-120b-a12b"), num_experts=8, num_experts_per_tok=2)
 _QWEN3_5_MOE = replace(presets.load("qwen3.5-35b-a3b"), num_experts=8, num_experts_per_tok=2)
 # Both kinds of gpt-oss' blocks, and a window without sinks; experts as both layouts store them, though fewer: eight,
 # since a router's bias of other than whole 16 bytes would shift the matrices behind it to where products refuse them;
 # latent attention, of queries, too, to values narrower than keys, and experts that are given all tokens; linear
-# attention; a state space; attention whose output is gated, with a gated expert that is given all tokens; and a state
-# space of several groups before experts of a latent vector, without a gate between their matrices.
+# attention whose heads decay, and whose channels do; a state space; attention whose output is gated, with a gated
+# expert that is given all tokens; and a state space of several groups before experts of a latent vector, without a gate
+# between their matrices.
 UNTIMED = (
     _GPT_OSS,
     replace(_GPT_OSS, name="gpt-oss-20b without a window", sliding_window=None, layer_types=()),
     replace(_QWEN, name="qwen3-30b-a3b with a window", sliding_window=128),
     replace(_DEEPSEEK, name="deepseek-v2-lite with latent queries"),
     replace(_QWEN3_5.of_blocks([0]), name="qwen3.5-0.8b, linear attention"),
+    replace(_KIMI.of_blocks([0]), name="kimi-linear-48b-a3b, linear attention by channel"),
     replace(_GRANITE4.of_blocks([0]), name="granite-4.0-h-micro, a state space"),
     replace(_QWEN3_5_MOE.of_blocks([3]), name="qwen3.5-35b-a3b, gated attention and experts"),
     replace(_NEMOTRON3.of_blocks([0]), name="nemotron-3-super-120b-a12b, a state space and latent experts"),
@@ -66,7 +69,7 @@ APART = 4.0  # between the numbers by which a token chooses its experts; attenti
 
 def ways_of(model: ModelSpec) -> list[Way]:
     """The ways in which its blocks can be computed on this GPU."""
-    waits = model.num_experts > 0 and waits_for_gpu(torch.bfloat16)
+    waits = model.has_experts(0) and waits_for_gpu(torch.bfloat16)
     return [way for way in WAYS if not (way.graphs and waits)]
 
 
@@ -133,7 +136,7 @@ def _numbers(model: ModelSpec) -> tuple[Tensor, Tensor, Tensor]:
             p.normal_(SINK, generator=generator)
         elif name.endswith("_proj_bias"):  # experts'
             p.normal_(generator=generator)
-    if model.num_experts:
+    if model.has_experts(0):
         router = next(p for name, p in params.items() if name == f"{model.experts.router}.weight")
         router.zero_().fill_diagonal_(0.2)
         order = torch.rand(SEQUENCES, LENGTH, model.num_experts - 1, generator=generator).argsort(-1)

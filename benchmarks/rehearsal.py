@@ -101,13 +101,20 @@ def small(model: ModelSpec) -> ModelSpec:
     """As the model in all that decides what is computed."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
     if model.latent is not None:
-        sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+        sizes |= {
+            "q_lora_rank": min(model.q_lora_rank, 32),
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+        }
         sizes |= {"num_key_value_heads": 8}
     if model.moe_latent_size:
         sizes["moe_latent_size"] = 32
     if isinstance(model.recurrence(0), DeltaNet):
-        sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 8}
+        apart = model.linear_channel_decay  # of as many key heads as value heads, and as wide
+        sizes |= {"linear_num_key_heads": 4 if apart else 2, "linear_num_value_heads": 4}
+        sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16 if apart else 8}
     elif model.recurrence(0) is not None:
         sizes |= {"intermediate_size": 64, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
         sizes["mamba_n_groups"] = min(model.mamba_n_groups, 2)

@@ -14,13 +14,14 @@ given has 16 bits a GPU multiplies in TF32, with more bits than that, but for th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatrain.channel_pairs import pairs, pairs_backward
 from megatrain.experts import Derived
 from megatrain.linear import linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
@@ -30,30 +31,44 @@ from schedules.delta import DeltaNet
 from schedules.recurrence import CHUNK
 
 ROWS = 16  # of a block whose inverse is found row by row
-OWN = ("conv1d.weight", "A_log", "dt_bias")  # the rule's parameters
+
+
+class _Given(NamedTuple):
+    """What the rule is given of a block's input, and what gates its output."""
+
+    mixed: list[Tensor]  # [batch, seq, mixed], or queries, keys and values apart
+    b: Tensor  # [batch, seq, value_heads]
+    a: Tensor  # [batch, seq, value_heads x channels that decay apart]
+    z: Tensor  # [batch, seq, value_width]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearAttention:
-    """From a block's normalised input to what is added to its residual."""
+    """From a block's normalised input to what is added to its residual.
+
+    Of its parameters `place` is where rates and biases of decays lie, `taps` are the convolution's, `norm` is that of
+    what the rule returns, and `out` the last product's.
+    """
 
     widths: DeltaNet
     eps: float
     pointwise: Pointwise = PLAIN
+    place: str = "linear_attn"
+    taps: tuple[str, ...] = ("linear_attn.conv1d.weight",)
+    norm: str = "linear_attn.norm.weight"
+    out: str = "linear_attn.out_proj"
 
     def forward(self, params: Mapping[str, Tensor], x: Tensor, derived: Derived, *, output: bool = True) -> Tensor:
         """x [batch, seq, hidden] -> the same shape. What can be made again is told to `derived`.
 
         Without `output` the last product is not made.
         """
-        projections = tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))
-        mixed, z, b, a = linears(params, projections, x, in_fp8=None)
-        own = (params[f"linear_attn.{name}"] for name in OWN)
-        o = _Rule.apply(mixed, b, a, self.widths, self.pointwise, *own)  # type: ignore[no-untyped-call]
+        mixed, b, a, z = self._given(params, x)
+        own = (params[f"{self.place}.A_log"], params[f"{self.place}.dt_bias"], *(params[name] for name in self.taps))
+        o = _Rule.apply(self.widths, self.pointwise, b, a, *own, *mixed)  # type: ignore[no-untyped-call]
         del mixed, b, a  # a forward that saves nothing can free them here
         o, z = (torch.unflatten(t, -1, (-1, self.widths.value_dim)) for t in (o, z))
-        weight = params["linear_attn.norm.weight"]
-        norm = self.pointwise.gated_norm_forward, self.pointwise.gated_norm_backward
+        weight, norm = params[self.norm], self._norm
         y = Gated.apply(o, z, weight, self.eps, *norm)  # type: ignore[no-untyped-call]
 
         def make(o: Tensor, z: Tensor, weight: Tensor) -> Tensor:
@@ -61,40 +76,70 @@ class LinearAttention:
 
         with derived(y, make, o, z, weight):
             del o, z
-            return linear(params, "linear_attn.out_proj", y.flatten(2), output=output)
+            return linear(params, self.out, y.flatten(2), output=output)
+
+    def _given(self, params: Mapping[str, Tensor], x: Tensor) -> _Given:
+        projections = tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))
+        mixed, z, b, a = linears(params, projections, x, in_fp8=None)
+        return _Given([mixed], b, a, z)
+
+    @property
+    def _norm(self) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor, Tensor]]]:
+        return self.pointwise.gated_norm_forward, self.pointwise.gated_norm_backward
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KimiAttention(LinearAttention):
+    """The same where each channel decays by itself; see `schedules.kimi_delta`."""
+
+    place: str = "self_attn.forget_gate"
+    taps: tuple[str, ...] = tuple(f"self_attn.{x}_conv1d.weight" for x in "qkv")
+    norm: str = "self_attn.o_norm.weight"
+    out: str = "self_attn.o_proj"
+
+    def _given(self, params: Mapping[str, Tensor], x: Tensor) -> _Given:
+        names = *(f"self_attn.{of}_proj" for of in "qkvb"), f"{self.place}.f_a_proj", "self_attn.g_a_proj"
+        *mixed, b, of_a, of_z = linears(params, names, x, in_fp8=None)
+        a = linear(params, f"{self.place}.f_b_proj", of_a)
+        return _Given(mixed, b, a, linear(params, "self_attn.g_b_proj", of_z))
+
+    @property
+    def _norm(self) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor, Tensor]]]:
+        return self.pointwise.opened_norm_forward, self.pointwise.opened_norm_backward
 
 
 class _Rule(torch.autograd.Function):
     """The convolution and the rule; saves what it is given, and computes some sequences, or heads of one, at a time.
 
-    mixed [batch, seq, mixed], b and a [batch, seq, value_heads], and the parameters OWN -> [batch, seq, value_width].
+    b and a as in _Given, A_log [value_heads] and dt_bias as long as a token's a, taps [mixed, 1, kernel] and what they
+    mix, [batch, seq, mixed], or those of queries, keys and values apart, all taps first -> [batch, seq, value_width].
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, mixed: Tensor, b: Tensor, a: Tensor, widths: DeltaNet, pointwise: Pointwise, *own: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(mixed, b, a, *own)
+    def forward(ctx: Any, widths: DeltaNet, pointwise: Pointwise, *given: Tensor) -> Tensor:
+        ctx.save_for_backward(*given)
         ctx.widths, ctx.pointwise = widths, pointwise
-        o = mixed.new_empty(*mixed.shape[:-1], widths.value_width)
-        with precision(enough_for(mixed)):
-            for part in _parts(widths, *(t.detach() for t in (mixed, b, a, *own))):
+        b = given[0]
+        o = b.new_empty(*b.shape[:2], widths.value_width)
+        with precision(enough_for(b)):
+            for part in _parts(widths, *(t.detach() for t in given)):
                 to = part.of_output(o)
                 to.copy_(tokens(_Chunks(part, pointwise).output(), *to.shape[:2]))
         return o
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        mixed, b, a, *own = ctx.saved_tensors
-        found = [torch.empty_like(t) for t in (mixed, b, a)]
-        wide = torch.promote_types(mixed.dtype, torch.float32)
-        sums = [torch.zeros_like(t, dtype=wide) for t in own]
-        with precision(enough_for(mixed)):
-            parts = _parts(ctx.widths, mixed, b, a, *own)
-            for part, into in zip(parts, _parts(ctx.widths, *found, *sums), strict=True):
+        given = ctx.saved_tensors
+        b, count = given[0], (len(given) - 4) // 2  # of taps
+        wide = torch.promote_types(b.dtype, torch.float32)
+        summed = range(2, 4 + count)  # over tokens: the gradients of parameters
+        found = [torch.zeros_like(t, dtype=wide) if i in summed else torch.empty_like(t) for i, t in enumerate(given)]
+        with precision(enough_for(b)):
+            parts = _parts(ctx.widths, *given)
+            for part, into in zip(parts, _parts(ctx.widths, *found), strict=True):
                 dy = ctx.pointwise.delta_chunked(part.of_output(grads[0]), wide)
                 _Chunks(part, ctx.pointwise, backward=True).backward(dy, into)
-        return *found, None, None, *(s.to(t.dtype) for s, t in zip(sums, own, strict=True))
+        return None, None, *(d.to(t.dtype) for d, t in zip(found, given, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +150,10 @@ class _Part:
     k: Tensor
     v: Tensor  # [batch, seq, value heads, value_dim]
     b: Tensor  # [batch, seq, value heads]
-    a: Tensor
+    a: Tensor  # [batch, seq, value heads, channels that decay apart]
     taps: tuple[Tensor, Tensor, Tensor]  # of q, k and v [heads, dim, kernel]
     rate: Tensor  # A_log [value heads]
-    bias: Tensor  # dt_bias
+    bias: Tensor  # dt_bias [value heads, channels]
     rows: slice
     heads: slice  # of values
 
@@ -117,18 +162,17 @@ class _Part:
         return torch.unflatten(o, -1, (-1, self.v.shape[-1]))[self.rows, :, self.heads]
 
 
-def _parts(
-    widths: DeltaNet, mixed: Tensor, b: Tensor, a: Tensor, taps: Tensor, rate: Tensor, bias: Tensor
-) -> Iterator[_Part]:
-    batch, seq = mixed.shape[:2]
+def _parts(widths: DeltaNet, b: Tensor, a: Tensor, rate: Tensor, bias: Tensor, *mixed: Tensor) -> Iterator[_Part]:
+    batch, seq = b.shape[:2]
     sequences, heads_at_once = widths.together(batch, seq)
-    cuts = [widths.key_width, widths.key_width, widths.value_width]
     dims = (widths.key_dim, widths.key_dim, widths.value_dim)
-    q, k, v = (torch.unflatten(t, -1, (-1, d)) for t, d in zip(torch.split(mixed, cuts, dim=-1), dims, strict=True))
+    taps, of_tokens = mixed[: len(mixed) // 2], mixed[len(mixed) // 2 :]
+    q, k, v = (torch.unflatten(t, -1, (-1, d)) for t, d in zip(_apart(widths, of_tokens, -1), dims, strict=True))
     of_q, of_k, of_v = (
-        torch.unflatten(t[:, 0], 0, (-1, d)) for t, d in zip(torch.split(taps, cuts), dims, strict=True)
+        torch.unflatten(t[:, 0], 0, (-1, d)) for t, d in zip(_apart(widths, taps, 0), dims, strict=True)
     )
-    shared = widths.value_heads // widths.key_heads
+    a, bias = (torch.unflatten(t, -1, (widths.value_heads, -1)) for t in (a, bias))
+    rate, shared = rate.view(-1), widths.value_heads // widths.key_heads
     for row in range(0, batch, sequences):
         for head in range(0, widths.key_heads, heads_at_once):
             rows, keys = slice(row, row + sequences), slice(head, head + heads_at_once)
@@ -147,6 +191,11 @@ def _parts(
             )
 
 
+def _apart(widths: DeltaNet, of: Sequence[Tensor], dim: int) -> Sequence[Tensor]:
+    """What is of queries, keys and values, which may be one tensor."""
+    return torch.split(of[0], [widths.key_width, widths.key_width, widths.value_width], dim) if len(of) == 1 else of
+
+
 class _Chunks:
     """A part in chunks, computed up to the state before each; what only backward reads is dropped unless `backward`.
 
@@ -158,9 +207,12 @@ class _Chunks:
         self.part, self.pointwise = part, pointwise
         self.sums, self.beta = pointwise.delta_gates(part.b, part.a, part.rate, part.bias)
         q, k, v = pointwise.delta_inputs(part.q, part.k, part.v, *part.taps)
-        gram, scores = times(k, k.mT), times(q, k.mT)
-        system, self.p = pointwise.delta_decayed(gram, scores, self.sums, self.beta)
-        del gram, scores
+        if self.by_channel:
+            system, self.p = pairs(q, k, self.sums, self.beta, pointwise)
+        else:
+            gram, scores = times(k, k.mT), times(q, k.mT)
+            system, self.p = pointwise.delta_decayed(gram, scores, self.sums, self.beta)
+            del gram, scores
         right, leaving = pointwise.delta_right(k, v, self.sums, self.beta)
         count, heads, _, dim, width = *k.shape, v.shape[-1]
         self.q, self.k, self.v = q, k if backward else None, v if backward else None
@@ -171,7 +223,7 @@ class _Chunks:
         self.inverse = inverse if backward else None
         del right, inverse
         u, w = torch.split(solved, [width, dim], dim=-1)
-        self.through = self.sums[..., -1:, None].exp()
+        self.through = self.sums[..., -1, :, None].exp()
         self.new = u.contiguous() if backward else u
         self.states = solved.new_empty(count, heads, dim, width)
         self.states[0] = 0
@@ -182,9 +234,14 @@ class _Chunks:
                 after.baddbmm_(leaving[n].mT, self.new[n])
         self.solved, self.leaving = solved if backward else None, leaving if backward else None
 
+    @property
+    def by_channel(self) -> bool:
+        """Whether each channel of a key decays by itself."""
+        return self.sums.shape[-1] > 1
+
     def output(self) -> Tensor:
         """What the rule returns. Changes the queries."""
-        o = times(self.q.mul_(self.sums.exp()[..., None]), self.states)
+        o = times(self.q.mul_(self.sums.exp()), self.states)
         add(o, self.p, self.new)
         return o
 
@@ -197,7 +254,7 @@ class _Chunks:
         # of the state before each chunk, and after the last
         d_states = dy.new_empty(count + 1, heads, dim, width)
         d_states[count] = 0
-        grown = self.q * self.sums.exp()[..., None]
+        grown = self.q * self.sums.exp()
         torch.bmm(grown.flatten(0, 1).mT, dy.flatten(0, 1), out=d_states[:count].view(-1, dim, width))
         del grown
         d_right = torch.empty_like(self.solved)
@@ -214,21 +271,29 @@ class _Chunks:
         self.inverse = None
         d_system, d_p = times(d_right, self.solved.mT), times(dy, self.new.mT)
         self.solved = None
-        d_gram, d_scores, d_sums, d_beta = pointwise.delta_decayed_backward(
-            d_system, d_p, times(self.k, self.k.mT), self.p, self.sums, self.beta
-        )
+        if self.by_channel:
+            of_q, of_k, d_sums, d_beta = pairs_backward(d_system, d_p, self.q, self.k, self.sums, self.beta, pointwise)
+        else:
+            d_gram, d_scores, d_sums, d_beta = pointwise.delta_decayed_backward(
+                d_system, d_p, times(self.k, self.k.mT), self.p, self.sums, self.beta
+            )
         del d_system, d_p
         read, left = times(dy, self.states.mT), times(self.new, d_states[1:].mT)
-        carried = pointwise.delta_carried(d_states[1:], self.states)
+        carried = pointwise.delta_carried(d_states[1:], self.states, self.sums.shape[-1])
         del dy, d_states, self.states, self.new
         d_q, d_k, d_v, more_sums, more_beta = pointwise.delta_right_backward(
             d_right, read, left, carried, self.q, self.k, self.v, self.sums, self.beta
         )
         del d_right, read, left
-        add(d_q, d_scores, self.k)
-        add(d_k, d_scores.mT, self.q)
-        add(d_k, d_gram, self.k)
-        del d_gram, d_scores
+        if self.by_channel:
+            d_q.add_(of_q)
+            d_k.add_(of_k)
+            del of_q, of_k
+        else:
+            add(d_q, d_scores, self.k)
+            add(d_k, d_scores.mT, self.q)
+            add(d_k, d_gram, self.k)
+            del d_gram, d_scores
         gates = (part.b, part.a, part.rate, part.bias)
         d_b, d_a, d_rate, d_bias = pointwise.delta_gates_backward(d_sums + more_sums, d_beta + more_beta, *gates)
         into.b.copy_(d_b)

@@ -11,7 +11,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def file_shapes(model: ModelSpec, i: int, *, stacked: bool | None = None) -> dic
     one_by_one = not (experts.as_in_gpt_oss or (experts.stacked if stacked is None else stacked))
     for name, shape in model.stored_shapes(i).items():
         if not (one_by_one and model.is_of_experts(name)):
-            whole = _file_name(model, i, _in_files(model, name))
+            whole = _file_name(model, i, _in_files(model, i, name))
             rows, *rest = (1, *shape) if name == model.score_correction and experts.correction_row else shape
             found[whole] = (found.get(whole, (0,))[0] + rows, *rest)
             continue
@@ -93,8 +93,8 @@ def file_shapes(model: ModelSpec, i: int, *, stacked: bool | None = None) -> dic
     return found
 
 
-def _in_files(model: ModelSpec, name: str) -> str:
-    """What files call a parameter of a block, or the tensor that it is a part of."""
+def _in_files(model: ModelSpec, i: int, name: str) -> str:
+    """What files call a parameter of block i, or the tensor that it is a part of."""
     experts = model.experts
     if model.family.interleaved and name in JOINED:
         return JOINED[name]
@@ -103,7 +103,7 @@ def _in_files(model: ModelSpec, name: str) -> str:
     for ours, theirs in experts.in_files.items():
         if name.endswith(ours):
             return name.removesuffix(ours) + theirs
-    return name.replace("mlp.", f"{experts.place}.", 1) if name.startswith("mlp.") else name
+    return name.replace("mlp.", f"{experts.place}.", 1) if model.has_experts(i) and name.startswith("mlp.") else name
 
 
 # Linear attention's projections that families with `interleaved` files have in one: of each key head its queries,
@@ -171,6 +171,19 @@ class _Tensors:
                 stored = _of_text(files)
         return cls(folder, {name: files[there] for name, there in stored.items()}, stored, tile)
 
+    def as_published(self, model: ModelSpec) -> _Tensors:
+        """With MLPs of blocks without experts by their names where transformers writes them as if they had some."""
+        place = model.experts.place
+        dense = [i for i in model.blocks if model.num_experts and model.has_mlp(i) and not model.has_experts(i)]
+        starts = {_file_name(model, i, f"{place}."): _file_name(model, i, "mlp.") for i in dense if place != "mlp"}
+
+        def published(name: str) -> str:
+            start = name[: name.find(f"{place}.") + len(place) + 1]
+            return starts[start] + name.removeprefix(start) if start in starts else name
+
+        files = {published(name): file for name, file in self.files.items()}
+        return replace(self, files=files, stored={published(name): there for name, there in self.stored.items()})
+
     def headers(self, names: Iterable[str]) -> dict[str, InFile]:
         """What files say of these before they are read."""
         found: dict[str, InFile] = {}
@@ -202,13 +215,14 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     Raises WeightsError.
     """
     config = _config(folder)
-    there = _Tensors.of(folder, config)
+    there = _Tensors.of(folder, config).as_published(model)
     files = there.files
     if config is not None:
         _require_same(config, folder, model)
     may_be_transposed = config is not None and sees(config) in TRANSPOSED
     transposed = set[str]()
-    first = model.family.module_name(_in_files(model, f"{model.experts.modules}.{model.expert_first}"))
+    experts = f"{model.experts.modules}.{model.expert_first}"
+    first = model.family.module_name(_in_files(model, model.largest_block, experts))
     stacked = any(name.endswith(f".{first}") for name in files)
     wanted = {name: shape for i in model.layers for name, shape in file_shapes(model, i, stacked=stacked).items()}
     parts = {name: quantised_files.lies_as(name, files) for name in wanted}
@@ -241,7 +255,7 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
         shapes = file_shapes(model, i, stacked=stacked)
         # The bias by which experts are chosen is made to lie around 0, which changes no choice: training may leave it
         # in a narrow band around numbers so large that in bf16 most experts' would be alike.
-        correction = model.score_correction and _file_name(model, i, _in_files(model, model.score_correction))
+        correction = model.score_correction and _file_name(model, i, _in_files(model, i, model.score_correction))
         read, found = there.read(part for name in shapes for part in parts[name]), {}
         for name, shape in shapes.items():
             whole = quantised_files.widened([read.pop(part) for part in parts[name]], there.tile, shape[-1])
@@ -336,7 +350,7 @@ NO_SHAPE_TELLS = (
     "sigmoid_router", "routed_scaling_factor", "n_group", "topk_group", "attn_output_gate", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "shared_expert_gate", "rope_interleave",
     "global_head_dim", "num_global_key_value_heads", "final_logit_softcapping", "mamba_n_groups", "mamba_d_state",
-    "mamba_dt_min", "corrected_softmax", *MULTIPLIERS,
+    "mamba_dt_min", "corrected_softmax", "linear_channel_decay", *MULTIPLIERS,
 )  # fmt: skip
 MAY_BE_CHANGED = (
     "rms_norm_eps", "rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window", "layer_types",

@@ -63,7 +63,7 @@ def random_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
             if is_matrix(name, shape) or name.endswith(TAPS):
                 parts.append(torch.randn(shape, generator=generator).mul_(STANDARD_DEVIATION).flatten())
             elif name.endswith(RATE):
-                parts.append(torch.empty(shape).uniform_(*RATES, generator=generator).log_())
+                parts.append(torch.empty(math.prod(shape)).uniform_(*RATES, generator=generator).log_())
             else:
                 parts.append(torch.full((math.prod(shape),), _unit(model, name)))
         return torch.cat(parts)

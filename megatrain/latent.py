@@ -31,21 +31,25 @@ class Expansion:
     pointwise: Pointwise = PLAIN
 
     def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, turns: Turns, derived: Derived
+        self, params: Mapping[str, Tensor], x: Tensor, turns: Turns | None, derived: Derived
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [batch, seq, hidden] -> queries and keys [batch, seq, heads, nope + rope], and values [..., heads, value].
 
-        Tables of `turns` are [seq, 1, rope / 2]. What can be made again of a latent vector is told to `derived`.
+        Tables of `turns` are [seq, 1, rope / 2]; without, nothing is turned. What can be made again of a latent vector
+        is told to `derived`.
         """
         first = "self_attn.q_a_proj" if self.widths.q_rank else "self_attn.q_proj"
         q, compressed = linears(params, (first, "self_attn.kv_a_proj_with_mqa"), x, in_fp8=None)
         if self.widths.q_rank:
             q = self._expand(params, "q", q, derived)
         heads = (*x.shape[:-1], self.widths.heads, -1)
-        q = rotate_last(q.view(heads), *turns.of_queries, self.pointwise, others_times=turns.late)
+        q = q.view(heads)
+        if turns is not None:
+            q = rotate_last(q, *turns.of_queries, self.pointwise, others_times=turns.late)
         vector, key = torch.split(compressed, [self.widths.kv_rank, self.widths.rope], dim=-1)
         both = self._expand(params, "kv", vector, derived).view(heads)
-        k, v = _KeysValues.apply(both, key.unsqueeze(-2), *turns.of_keys, self.widths, self.pointwise)  # type: ignore[no-untyped-call]
+        of_keys = (None, None) if turns is None else turns.of_keys
+        k, v = _KeysValues.apply(both, key.unsqueeze(-2), *of_keys, self.widths, self.pointwise)  # type: ignore[no-untyped-call]
         return q, k, v
 
     def _expand(self, params: Mapping[str, Tensor], of: str, vector: Tensor, derived: Derived) -> Tensor:
@@ -64,7 +68,13 @@ class _KeysValues(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, both: Tensor, key: Tensor, cos: Tensor, sin: Tensor, widths: Latent, pointwise: Pointwise
+        ctx: Any,
+        both: Tensor,
+        key: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        widths: Latent,
+        pointwise: Pointwise,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.nope, ctx.pointwise = widths.nope, pointwise
@@ -73,4 +83,5 @@ class _KeysValues(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return *ctx.pointwise.keys_values_backward(*grads, cos, -sin, ctx.nope), None, None, None, None
+        back = None if sin is None else -sin
+        return *ctx.pointwise.keys_values_backward(*grads, cos, back, ctx.nope), None, None, None, None

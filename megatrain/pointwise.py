@@ -166,19 +166,25 @@ def last_turned(x: Tensor, cos: Tensor, sin: Tensor, others_times: Tensor | None
     return torch.cat((others, turned), dim=-1)
 
 
-def keys_values(both: Tensor, key: Tensor, cos: Tensor, sin: Tensor, nope: int) -> tuple[Tensor, Tensor]:
+def keys_values(both: Tensor, key: Tensor, cos: Tensor | None, sin: Tensor | None, nope: int) -> tuple[Tensor, Tensor]:
     """Keys and values, contiguous, of [batch, seq, heads, nope + value] and a key [batch, seq, 1, rope] for all heads.
 
-    That is turned, and comes last in each key.
+    That is turned, if there are tables, and comes last in each key.
     """
-    turned = last_turned(key, cos, sin).expand(*both.shape[:-1], key.shape[-1])
+    turned = _last_turned_if(key, cos, sin).expand(*both.shape[:-1], key.shape[-1])
     return torch.cat((both[..., :nope], turned), dim=-1), both[..., nope:].contiguous()
 
 
-def keys_values_backward(dk: Tensor, dv: Tensor, cos: Tensor, back: Tensor, nope: int) -> tuple[Tensor, Tensor]:
+def keys_values_backward(
+    dk: Tensor, dv: Tensor, cos: Tensor | None, back: Tensor | None, nope: int
+) -> tuple[Tensor, Tensor]:
     """The gradients of `both` and of the key for all heads; `back` is -sin."""
     of_key = dk[..., nope:].sum(-2, keepdim=True, dtype=torch.promote_types(dk.dtype, torch.float32))
-    return torch.cat((dk[..., :nope], dv), dim=-1), last_turned(of_key, cos, back).to(dk.dtype)
+    return torch.cat((dk[..., :nope], dv), dim=-1), _last_turned_if(of_key, cos, back).to(dk.dtype)
+
+
+def _last_turned_if(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    return x if cos is None or sin is None else last_turned(x, cos, sin)
 
 
 def opened_forward(y: Tensor, gate: Tensor) -> Tensor:
@@ -313,6 +319,8 @@ class Pointwise:
     last_turned: Callable[..., Tensor] = last_turned
     gated_norm_forward: Callable[..., tuple[Tensor, Tensor]] = delta_parts.gated_norm_forward
     gated_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = delta_parts.gated_norm_backward
+    opened_norm_forward: Callable[..., tuple[Tensor, Tensor]] = delta_parts.opened_norm_forward
+    opened_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = delta_parts.opened_norm_backward
     norm_of_gated_forward: Callable[..., tuple[Tensor, Tensor]] = mamba_parts.norm_of_gated_forward
     norm_of_gated_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = mamba_parts.norm_of_gated_backward
     opened_forward: Callable[[Tensor, Tensor], Tensor] = opened_forward
@@ -320,13 +328,16 @@ class Pointwise:
     weighed_forward: Callable[[Tensor, Tensor], Tensor] = weighed_forward
     weighed_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = weighed_backward
     delta_chunked: Callable[[Tensor, torch.dtype], Tensor] = recurrence_parts.chunked_as
-    delta_carried: Callable[[Tensor, Tensor], Tensor] = delta_parts.carried
+    delta_carried: Callable[[Tensor, Tensor, int], Tensor] = delta_parts.carried
     delta_gates: Callable[..., tuple[Tensor, Tensor]] = delta_parts.gates
     delta_gates_backward: Callable[..., tuple[Tensor, ...]] = delta_parts.gates_backward
     delta_inputs: Callable[..., tuple[Tensor, Tensor, Tensor]] = delta_parts.inputs
     delta_input_backward: Callable[..., tuple[Tensor, Tensor]] = delta_parts.input_backward
     delta_decayed: Callable[..., tuple[Tensor, Tensor]] = delta_parts.decayed
     delta_decayed_backward: Callable[..., tuple[Tensor, ...]] = delta_parts.decayed_backward
+    delta_halves: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]] = delta_parts.halves
+    delta_halves_backward: Callable[..., None] = delta_parts.halves_backward
+    delta_paired_backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = delta_parts.paired_backward
     delta_right: Callable[..., tuple[Tensor, Tensor]] = delta_parts.right
     delta_right_backward: Callable[..., tuple[Tensor, ...]] = delta_parts.right_backward
     mamba_steps: Callable[..., tuple[Tensor, Tensor]] = mamba_parts.steps
@@ -340,7 +351,7 @@ class Pointwise:
     mamba_output: Callable[..., None] = mamba_parts.output
     mamba_arriving: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = mamba_parts.arriving
     mamba_through: Callable[[Tensor, Tensor, int], Tensor] = mamba_parts.through
-    keys_values: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]] = keys_values
+    keys_values: Callable[..., tuple[Tensor, Tensor]] = keys_values
     keys_values_backward: Callable[..., tuple[Tensor, Tensor]] = keys_values_backward
     cross_entropy: Callable[..., tuple[Tensor, Tensor]] = cross_entropy
     fp8_unit: Callable[[Tensor, torch.dtype], Tensor] = fp8_unit
@@ -411,6 +422,7 @@ PLAIN = replace(
     halves_backward=by_rows(halves_backward),
     geglu_halves_backward=by_rows(geglu_halves_backward),
     gated_norm_backward=by_tokens(delta_parts.gated_norm_backward),
+    opened_norm_backward=by_tokens(delta_parts.opened_norm_backward),
     norm_of_gated_backward=by_tokens(mamba_parts.norm_of_gated_backward),
     clamped_forward=by_rows(clamped_forward),
     clamped_backward=by_rows(clamped_backward),

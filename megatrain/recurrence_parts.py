@@ -59,6 +59,6 @@ def pair_decays(sums: Tensor) -> Tensor:
     return apart.tril().exp().tril()
 
 
-def summed_after(d: Tensor) -> Tensor:
+def summed_after(d: Tensor, dim: int = -1) -> Tensor:
     """The gradient of what was summed since a chunk began, of that of the sums: of each that of it and those after."""
-    return d + d.sum(-1, keepdim=True) - d.cumsum(-1)
+    return d + d.sum(dim, keepdim=True) - d.cumsum(dim)

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatrain import fp8
 from megatrain.attention import Attention, band
 from megatrain.autograd import again
-from megatrain.delta import LinearAttention
+from megatrain.delta import KimiAttention, LinearAttention
 from megatrain.documents import Documents
 from megatrain.embed import Embed
 from megatrain.experts import Mixture
@@ -35,6 +35,7 @@ from megatrain.sink import Sink
 from schedules.delta import DeltaNet
 from schedules.errors import InputError
 from schedules.heads import FLASH_DIM
+from schedules.kimi_delta import KimiDelta
 from schedules.model import ModelSpec, Norms
 from schedules.parameters import (
     AFTER_EXPERTS,
@@ -230,7 +231,8 @@ class Block:
         if self.expansion is None:
             q, k, v, gate = self._projected(params, x)
         else:
-            q, k, v = self.expansion.forward(params, x, self._turns(x.shape[1]), self._derived)
+            turns = None if self.rotary is None else self._turns(x.shape[1])
+            q, k, v = self.expansion.forward(params, x, turns, self._derived)
         y = self.attention.forward(q, k, v, params.get("self_attn.sinks"))
         del q, k, v  # a forward that saves nothing can free them here
         if gate is None:
@@ -419,7 +421,8 @@ def _ones(model: ModelSpec, i: int, device: torch.device, dtype: torch.dtype) ->
 def _linear(model: ModelSpec, i: int, pointwise: Pointwise) -> LinearAttention | StateSpace | None:
     widths = model.recurrence(i)
     if isinstance(widths, DeltaNet):
-        return LinearAttention(widths=widths, eps=model.rms_norm_eps, pointwise=pointwise)
+        of = KimiAttention if isinstance(widths, KimiDelta) else LinearAttention
+        return of(widths=widths, eps=model.rms_norm_eps, pointwise=pointwise)
     return None if widths is None else StateSpace(widths=widths, eps=model.rms_norm_eps, pointwise=pointwise)
 
 

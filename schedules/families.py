@@ -239,6 +239,48 @@ FAMILIES: dict[str, Family] = {
         interleaved=True,
         predicts_more="apart",
     ),
+    "KimiLinearForCausalLM": Family(
+        model_type="kimi_linear",
+        defaults={
+            "max_position_embeddings": 1048576,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 0,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "linear_num_key_heads": 32,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "num_experts": 256,
+            "num_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1024,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.446,
+        },
+        fixed={"sigmoid_router": True, "linear_channel_decay": True},
+        kv_for_each=True,
+        names={
+            "max_position_embeddings": "model_max_length",
+            "num_experts_per_tok": "num_experts_per_token",
+            "norm_topk_prob": "moe_renormalize",
+            "n_group": "num_expert_group",
+        },
+        rotated="none",
+        experts=Experts(
+            shared="num_shared_experts",
+            wide_router=True,
+            place="block_sparse_moe",
+            matrices=("w1", "w3", "w2"),
+            in_files={
+                f"forget_gate.{name}": name for name in ("f_a_proj.weight", "f_b_proj.weight", "A_log", "dt_bias")
+            },
+        ),
+    ),
     "GptOssForCausalLM": Family(
         model_type="gpt_oss",
         defaults={

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from schedules import hf_llama4
+from schedules import hf_kimi, hf_llama4
 from schedules.families import ENCODER_DECODERS, ENCODERS, FAMILIES, MODEL_TYPES, MULTIPLIERS
 from schedules.family import Family
 from schedules.hf_experts import read_experts, written_experts
@@ -73,6 +73,8 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         config = with_usual_names(config, name)
     if architecture == hf_llama4.ARCHITECTURE:
         config = hf_llama4.with_usual_names(config, name)
+    if architecture == hf_kimi.ARCHITECTURE:
+        config = hf_kimi.with_usual_names(config, name)
     family = FAMILIES[architecture]
     settings = dict(family.defaults)
     # an explicit null means "the default" for most fields, but "none" for these
@@ -223,6 +225,8 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         return hf_llama4.with_own_names(config, spec)
     if architecture == NEMOTRON:
         return with_own_names({**config, "mlp_layer_types": spec["mlp_layer_types"]})
+    if architecture == hf_kimi.ARCHITECTURE:
+        config = hf_kimi.with_own_names(config)
     if "scale_embeddings" in family.defaults:
         config["scale_embeddings"] = spec.get("scale_embeddings", False)
     return {family.names.get(key, key): value for key, value in config.items()}

@@ -23,6 +23,7 @@ from schedules.family import Experts, Family
 from schedules.heads import Heads
 from schedules.hf_config import read_config
 from schedules.hf_rope import as_pairs
+from schedules.kimi_delta import KimiDelta
 from schedules.latent import Latent
 from schedules.mamba import Mamba2
 from schedules.model_checks import (
@@ -51,8 +52,8 @@ _LATER = (
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
     "shared_expert_gate", "fused_gate_up", "rope_interleave", "global_head_dim", "num_global_key_value_heads",
     "attention_k_eq_v", "value_norm", "layer_scalar", "final_logit_softcapping", "mlp_layer_types", "gated_mlp",
-    "moe_latent_size", "mamba_dt_min", "index_topk", "corrected_softmax", "unit_qk_norm",
-    "attention_chunk_size", "floor_scale", "attn_scale", "attn_gate_proj", *OF_MAMBA, *MULTIPLIERS,
+    "moe_latent_size", "mamba_dt_min", "index_topk", "corrected_softmax", "unit_qk_norm", "attention_chunk_size",
+    "floor_scale", "attn_scale", "attn_gate_proj", "linear_channel_decay", *OF_MAMBA, *MULTIPLIERS,
 )  # fmt: skip
 
 
@@ -88,7 +89,8 @@ class ModelSpec:
     with `attn_gate_proj` there is another, by whose sigmoids what attention returns is multiplied. `layer_types` names
     each block's attention; empty means all blocks alike, sliding if `sliding_window` is set. Linear attention is by the
     gated delta rule, with the heads, dimensions and convolution that the fields `linear_...` say, see
-    `schedules.delta`, or a state space, by the fields `mamba_...`, see `schedules.mamba`. `no_rope_layers` has a 0 for
+    `schedules.delta`, of each channel of keys by itself with `linear_channel_decay`, see `schedules.kimi_delta`; or a
+    state space, by the fields `mamba_...`, see `schedules.mamba`. `no_rope_layers` has a 0 for
     each block without rotary embedding and a 1 for each with it; empty means that all have it. `rope_scaling` is the
     config's dictionary as sorted pairs, lists as tuples; with `rope_local_base_freq` blocks with a window have plain
     rotary embedding of that base. Neither changes a cost. `query_pre_attn_scalar` is `head_dim` where None; an
@@ -193,6 +195,7 @@ class ModelSpec:
     floor_scale: int = 0
     attn_scale: float = 0.1
     attn_gate_proj: bool = False
+    linear_channel_decay: bool = False
 
     def __post_init__(self) -> None:
         require_meaning(self)
@@ -586,7 +589,8 @@ class ModelSpec:
                 kernel=self.mamba_d_conv,
                 least_step=self.mamba_dt_min or 0.0,
             )
-        return DeltaNet(
+        kind = KimiDelta if self.linear_channel_decay else DeltaNet
+        return kind(
             key_heads=self.linear_num_key_heads,
             value_heads=self.linear_num_value_heads,
             key_dim=self.linear_key_head_dim,

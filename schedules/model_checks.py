@@ -190,7 +190,7 @@ def _check_latent(model: ModelSpec) -> None:
         )
     others = (
         "attention_bias", "attention_out_bias", "qk_norm", "attention_sinks", "fused_projections", "sliding_window",
-        "no_rope_layers", "query_pre_attn_scalar", "attn_output_gate", "attn_gate_proj", "rope_interleave",
+        "query_pre_attn_scalar", "attn_output_gate", "attn_gate_proj", "rope_interleave",
         "attention_multiplier", "value_norm", "unit_qk_norm", "attention_chunk_size", "floor_scale",
     )  # fmt: skip
     _refuse(model, "latent attention", others)
@@ -298,8 +298,15 @@ def _check_linear(model: ModelSpec) -> None:
             f"{model.name}: {model.linear_num_value_heads} value heads of linear attention cannot share "
             f"{model.linear_num_key_heads} key heads evenly"
         )
-    others = () if of_mamba else ("no_rope_layers", "fused_gate_up")
-    others = ("kv_lora_rank", "sliding_window", "post_norm", "fused_projections", *others)
+    by_channel = not of_mamba and model.linear_channel_decay
+    if by_channel and (
+        model.linear_num_key_heads != model.linear_num_value_heads
+        or model.linear_key_head_dim != model.linear_value_head_dim
+    ):
+        raise ModelError(f"{model.name}: linear_channel_decay needs as many key heads as value heads, and as wide")
+    others = () if of_mamba else ("fused_gate_up",) if by_channel else ("no_rope_layers", "fused_gate_up")
+    others = ("sliding_window", "post_norm", "fused_projections", *others)
+    others = others if by_channel else ("kv_lora_rank", *others)
     _refuse(model, f"{what} in a model", others)
     if not model.pre_norm:
         raise ModelError(f"{model.name}: {what} without pre_norm is not supported")

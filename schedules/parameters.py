@@ -150,6 +150,6 @@ def adapters(model: ModelSpec, i: int, rank: int) -> Shapes:
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a parameter is a matrix, or several in one tensor: what weight decay is for.
 
-    Norms and biases are not, nor is a convolution of each channel by itself.
+    Norms and biases are not, nor is a convolution of each channel by itself, nor are rates of decay.
     """
-    return len(shape) > 1 and not name.endswith(("bias", "conv1d.weight"))
+    return len(shape) > 1 and not name.endswith(("bias", "conv1d.weight", "A_log"))

@@ -3,9 +3,9 @@
 The files are excerpts of the `config.json` published with each model (for Qwen, the base model's; for Seed-OSS, without
 its dropouts, which nothing here does; for Gemma 3 that sees images, of its language model, with what its class
 assumes), named as people write the model's name. Those of Llama 4, Ministral 3, EXAONE 4, CWM, dots.llm1, ERNIE 4.5,
-Trinity, Qwen3.5 and Granite 4.0 are not: they were put together from transformers' classes and what is said of the
-models, and are checked only against rounded sizes. `tiny`, `demo` and `demo-tied` are our own, with bytes for a
-vocabulary.
+Trinity, Qwen3.5, Kimi Linear and Granite 4.0 are not: they were put together from transformers' classes and what is
+said of the models, and are checked only against rounded sizes. `tiny`, `demo` and `demo-tied` are our own, with bytes
+for a vocabulary.
 """
 
 from __future__ import annotations

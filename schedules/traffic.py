@@ -214,11 +214,11 @@ def _normed_in_attention(model: ModelSpec, i: int) -> int:
 def _turned_elements(model: ModelSpec, i: int) -> tuple[int, int]:
     """Elements per token that rotary embedding moves in block i, forward and backward.
 
-    Queries and keys read and written. Keys of latent attention are put together of what was expanded and of the turned
-    one for all heads, and values are copied from beside them. Flash attention wants these as wide as keys: forward pads
-    values, and cuts what it returns; backward pads these and its gradient, and cuts values'. Keys and values that are
-    repeated are copied, in backward again, and their gradients summed. A recurrence turns nothing: what it is given and
-    returns, and its gated norm.
+    Queries and keys read and written, in blocks with it. Keys of latent attention are put together of what was expanded
+    and of the turned one for all heads, and values are copied from beside them. Flash attention wants these as wide as
+    keys: forward pads values, and cuts what it returns; backward pads these and its gradient, and cuts values'. Keys
+    and values that are repeated are copied, in backward again, and their gradients summed. A recurrence turns nothing:
+    what it is given and returns, and its gated norm.
     """
     if (recurrence := model.recurrence(i)) is not None:
         there, back = (recurrence.moved(backward=backward)[0] for backward in (False, True))
@@ -230,7 +230,7 @@ def _turned_elements(model: ModelSpec, i: int) -> tuple[int, int]:
         copied = k + v + 2 * q if heads.repeated else 0
         return both + copied, both + 2 * copied
     cut = v
-    moved = 2 * q + latent.expanded + latent.rope + k + cut
+    moved = (2 * q if model.has_rope(i) else 0) + latent.expanded + latent.rope + k + cut
     pass_of_one = q + cut if latent.padded else 0
     return moved + 2 * pass_of_one, moved + 4 * pass_of_one
 

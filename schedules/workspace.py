@@ -134,7 +134,8 @@ def _beside_attention(model: ModelSpec, i: int) -> int:
     """Elements of one token that attention has at once beside queries, keys, values and what it returns.
 
     Queries and keys before they are turned, or keys and values repeated, and sums in fp32. Latent attention has queries
-    before they are turned, or what keys and values are expanded from, or padded values and as wide an output.
+    before they are turned, where they are, or what keys and values are expanded from, or padded values and as wide an
+    output.
     """
     if model.recurrence(i) is not None:
         return 0

@@ -144,6 +144,21 @@ DEEPSEEK_V3 = replace(
     v_head_dim=12,
 )
 DEEPSEEK_YARN = tuple(sorted((*YARN[:-1], ("mscale", 0.7), ("mscale_all_dim", 0.9))))
+KIMI_LINEAR = replace(
+    DEEPSEEK_V3,
+    architecture="KimiLinearForCausalLM",
+    num_hidden_layers=3,
+    layer_types=("linear_attention", "full_attention", "linear_attention"),
+    no_rope_layers=(0, 0, 0),
+    q_lora_rank=0,
+    routed_scaling_factor=2.446,
+    linear_num_key_heads=4,
+    linear_num_value_heads=4,
+    linear_key_head_dim=12,
+    linear_value_head_dim=12,
+    linear_conv_kernel_dim=4,
+    linear_channel_decay=True,
+)
 QWEN2_MOE = replace(
     MOE,
     architecture="Qwen2MoeForCausalLM",
@@ -396,6 +411,18 @@ MODELS = {
         topk_group=1,
         rope_scaling=DEEPSEEK_YARN,
         max_position_embeddings=512,
+    ),
+    "kimi-linear": KIMI_LINEAR,
+    "kimi-linear, of groups, with experts alone": replace(
+        KIMI_LINEAR,
+        layer_types=("full_attention", "linear_attention", "linear_attention"),
+        first_k_dense_replace=0,
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=False,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_conv_kernel_dim=2,
     ),
     "glm-5": replace(DEEPSEEK_V3, architecture="GlmMoeDsaForCausalLM", index_topk=32, rms_norm_eps=1e-3, v_head_dim=20),
     "mistral-small-4": MISTRAL4,

@@ -55,6 +55,10 @@ from sim.prediction import predict
 from sim.signature import timed
 
 MODEL, MEMORY = small(blocks=4), MemoryBudget(device_bytes=10**10, host_bytes=10**10)
+BY_CHANNEL = dataclasses.replace(
+    MODELS["kimi-linear"], num_experts=0, n_shared_experts=0, first_k_dense_replace=0, sigmoid_router=False,
+    routed_scaling_factor=1.0, head_dim=16, qk_nope_head_dim=8, v_head_dim=16,
+)  # fmt: skip
 HYBRID = dataclasses.replace(QWEN3_5, layer_types=("linear_attention", "full_attention") * 2, num_hidden_layers=4)
 WIDER = dataclasses.replace(MODEL, head_dim=16)  # as products in fp8 need keys to be
 LONG = dataclasses.replace(WORKLOAD, seq_len=32)
@@ -122,6 +126,7 @@ def test_so_it_does_with_products_in_fp8(name: str, recompute: str, tmp_path: Pa
         pytest.param(model, recompute, id=f"{name}, {recompute}")
         for name, model in {
             "linear attention": HYBRID,
+            "channels that decay apart": BY_CHANNEL,
             "state spaces": MODELS["granite-4"],
             "some without an MLP": MODELS["nemotron-h"],
         }.items()
@@ -353,6 +358,10 @@ def first_block(
         ("qwen3.5-9b", "none", 1),
         ("qwen3.5-9b", "pointwise", 4),
         ("qwen3.5-9b", "mlp", 4),
+        ("kimi-linear-48b-a3b 0", "none", 4),
+        ("kimi-linear-48b-a3b 0", "none", 1),
+        ("kimi-linear-48b-a3b 0", "pointwise", 4),
+        ("kimi-linear-48b-a3b 3 few", "none", 4),
         ("granite-4.0-h-micro", "none", 4),
         ("granite-4.0-h-micro", "none", 1),
         ("granite-4.0-h-micro", "mlp", 4),
@@ -552,15 +561,27 @@ TOKENS, WIDTH, VOCAB = 16384, 4096, 128_256
         ("mamba_decayed", lambda: (fp32(64, 2, 64, 64), fp32(64, 96, 64), fp32(64, 96, 64))),
         ("mamba_through", lambda: (fp32(64, 2, 128, 3072), fp32(64, 2, 128, 3072), 48)),
         ("delta_chunked", lambda: (bf16(2, 4096, 32, 128), torch.float32)),
-        ("delta_decayed", lambda: (*(fp32(64, 64, 64, 64) for _ in range(2)), fp32(64, 64, 64), fp32(64, 64, 64))),
-        ("delta_carried", lambda: (fp32(64, 64, 128, 128), fp32(64, 64, 128, 128))),
+        ("delta_decayed", lambda: (*(fp32(64, 64, 64, 64) for _ in range(2)), fp32(64, 64, 64, 1), fp32(64, 64, 64))),
+        ("delta_carried", lambda: (fp32(64, 64, 128, 128), fp32(64, 64, 128, 128), 1)),
+        ("delta_carried", lambda: (fp32(64, 64, 128, 128), fp32(64, 64, 128, 128), 128)),
+        (
+            "delta_paired_backward",
+            lambda: (
+                *(fp32(64, 64, 64, 128) for _ in range(3)),
+                fp32(64, 64, 64),
+                *(fp32(64, 64, 64, 128) for _ in range(2)),
+                fp32(64, 64, 64),
+            ),
+        ),
+        ("opened_norm_forward", lambda: (*(bf16(2, TOKENS // 2, 32, 128) for _ in range(2)), bf16(128), 1e-6)),
         (
             "delta_right_backward",
             lambda: (
                 *(fp32(64, 64, 64, width) for width in (256, 128, 128)),
-                fp32(64, 64),
+                fp32(64, 64, 1),
                 *(fp32(64, 64, 64, 128) for _ in range(3)),
-                *(fp32(64, 64, 64) for _ in range(2)),
+                fp32(64, 64, 64, 1),
+                fp32(64, 64, 64),
             ),
         ),
         ("fp8_unit", lambda: (bf16(TOKENS, WIDTH), torch.float8_e4m3fn)),

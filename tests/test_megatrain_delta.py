@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bytes_moved import seen
-from families import MODELS, QWEN3_5
+from families import KIMI_LINEAR, MODELS, QWEN3_5
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,6 +27,7 @@ from megatrain.template import templates, views
 from schedules import fp8, presets, recurrence
 from schedules.delta import DeltaNet
 from schedules.flops import attention_flops, forward_flops
+from schedules.kimi_delta import KimiDelta
 from schedules.model import ModelError, ModelSpec
 from schedules.op import Phase
 from schedules.optimizer import matrices
@@ -38,6 +40,8 @@ from schedules.workspace import workspace_bytes
 
 CPU = torch.device("cpu")
 WIDTHS = DeltaNet(key_heads=2, value_heads=4, key_dim=6, value_dim=5, kernel=4)
+BY_CHANNEL = KimiDelta(key_heads=2, value_heads=2, key_dim=6, value_dim=6, kernel=4)
+OF_BOTH = pytest.mark.parametrize("widths", [WIDTHS, BY_CHANNEL], ids=["by head", "by channel"])
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -46,15 +50,20 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 
 def given_to(widths: DeltaNet, batch: int, seq: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """mixed, b, a, taps, rates and biases."""
-    heads = widths.value_heads
+    heads, decays = widths.value_heads, channels(widths) * widths.value_heads
     taps = (widths.mixed, 1, widths.kernel)
-    shapes = ((batch, seq, widths.mixed), (batch, seq, heads), (batch, seq, heads), taps, (heads,), (heads,))
+    shapes = ((batch, seq, widths.mixed), (batch, seq, heads), (batch, seq, decays), taps, (heads,), (decays,))
     return [randn(*shape, seed=i, dtype=dtype).requires_grad_() for i, shape in enumerate(shapes)]
 
 
+def channels(widths: DeltaNet) -> int:
+    """Of a head, those that decay apart."""
+    return widths.key_dim if isinstance(widths, KimiDelta) else 1
+
+
 def rule(widths: DeltaNet, of: list[Tensor], pointwise: Pointwise = PLAIN) -> Tensor:
-    mixed, b, a, *own = of
-    found: Tensor = _Rule.apply(mixed, b, a, widths, pointwise, *own)
+    mixed, b, a, taps, *own = of
+    found: Tensor = _Rule.apply(widths, pointwise, b, a, *own, taps, mixed)
     return found
 
 
@@ -70,10 +79,11 @@ def token_by_token(widths: DeltaNet, of: list[Tensor]) -> Tensor:
         (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(v.shape[2] // t.shape[2], dim=2)
         for t in (q, k)
     )
-    decay, beta = (-rate.exp() * F.softplus(a + bias)).exp(), b.sigmoid()
+    softened = torch.unflatten(F.softplus(a + bias), -1, (widths.value_heads, -1))
+    decay, beta = (-rate.exp()[:, None] * softened).exp(), b.sigmoid()
     state, found = mixed.new_zeros(len(mixed), widths.value_heads, widths.key_dim, widths.value_dim), []
     for t in range(seq):
-        state = state * decay[:, t, :, None, None]
+        state = state * decay[:, t, :, :, None]
         returned = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * (v[:, t] - returned))
         found.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) / widths.key_dim**0.5)
@@ -83,37 +93,57 @@ def token_by_token(widths: DeltaNet, of: list[Tensor]) -> Tensor:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("pointwise", [PLAIN, compiled("aot_eager")], ids=["plain", "compiled"])
 @pytest.mark.parametrize("seq", [1, 3, CHUNK, CHUNK + 1, 3 * CHUNK - 1])
-def test_chunks_are_the_rule_token_by_token_and_so_are_gradients(seq: int, pointwise: Pointwise) -> None:
-    of = given_to(WIDTHS, 2, seq)
-    found, right = rule(WIDTHS, of, pointwise), token_by_token(WIDTHS, of)
+@OF_BOTH
+def test_chunks_are_the_rule_token_by_token_and_so_are_gradients(
+    widths: DeltaNet, seq: int, pointwise: Pointwise
+) -> None:
+    of = given_to(widths, 2, seq)
+    found, right = rule(widths, of, pointwise), token_by_token(widths, of)
     torch.testing.assert_close(found, right)
     dy = randn(*right.shape, seed=9)
     for ours, theirs in zip(*(torch.autograd.grad(y, of, dy) for y in (found, right)), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
-@given(seq=st.integers(2, 200), at=st.integers(0, 198), seed=st.integers(0, 99))
-@settings(max_examples=20)
-def test_no_token_sees_a_later_one(seq: int, at: int, seed: int) -> None:
+def test_channels_of_one_head_may_forget_at_once_or_never() -> None:
+    """By e^-500 a token, which no exponent of a sum of decays would survive, beside 1 - e^-40."""
+    of = given_to(BY_CHANNEL, 1, 2 * CHUNK)
+    of[2] = torch.where(randn(*of[2].shape, seed=7) > 0, 100.0, -40.0).requires_grad_()
+    found, right = rule(BY_CHANNEL, of), token_by_token(BY_CHANNEL, of)
+    torch.testing.assert_close(found, right)
+    dy = randn(*right.shape, seed=9)
+    for ours, theirs in zip(*(torch.autograd.grad(y, of, dy) for y in (found, right)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@given(
+    widths=st.sampled_from([WIDTHS, BY_CHANNEL]),
+    seq=st.integers(2, 200),
+    at=st.integers(0, 198),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40)
+def test_no_token_sees_a_later_one(widths: DeltaNet, seq: int, at: int, seed: int) -> None:
     at = min(at, seq - 1)
-    before = given_to(WIDTHS, 1, seq)
+    before = given_to(widths, 1, seq)
     after = [t.detach().clone() for t in before]
     for t in after[:3]:
         t[:, at:] = randn(*t[:, at:].shape, seed=seed)
-    first, second = (rule(WIDTHS, of)[:, :at] for of in (before, after))
+    first, second = (rule(widths, of)[:, :at] for of in (before, after))
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize(("at_once", "together"), [(1 << 25, (3, 2)), (2 * 70 * 20, (2, 2)), (1, (1, 1))])
+@pytest.mark.parametrize(("at_once", "together"), [(1 << 25, (3, 2)), (2, (2, 2)), (0, (1, 1))])
+@OF_BOTH
 def test_some_sequences_or_heads_at_a_time_are_all_at_once(
-    at_once: int, together: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    widths: DeltaNet, at_once: int, together: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of = given_to(WIDTHS, 3, 70)
-    right = rule(WIDTHS, of)
+    of = given_to(widths, 3, 70)
+    right = rule(widths, of)
     expected = torch.autograd.grad(right, of, torch.ones_like(right))
-    monkeypatch.setattr(recurrence, "AT_ONCE", at_once)
-    assert WIDTHS.together(3, 70) == together
-    found = rule(WIDTHS, of)
+    monkeypatch.setattr(recurrence, "AT_ONCE", at_once * 70 * widths.value_width if at_once < 3 else at_once)
+    assert widths.together(3, 70) == together
+    found = rule(widths, of)
     torch.testing.assert_close(found, right)
     for ours, theirs in zip(torch.autograd.grad(found, of, torch.ones_like(found)), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -131,18 +161,20 @@ def test_the_inverse_is_one_even_where_all_keys_are_alike(seed: int, alike: bool
 
 
 @pytest.mark.parametrize("size", [0.0, 30.0, 1e4])
-def test_no_size_of_what_is_given_ends_in_no_number(size: float) -> None:
-    of = [(t.detach().float() * size).requires_grad_() for t in given_to(WIDTHS, 1, 130)]
+@OF_BOTH
+def test_no_size_of_what_is_given_ends_in_no_number(widths: DeltaNet, size: float) -> None:
+    of = [(t.detach().float() * size).requires_grad_() for t in given_to(widths, 1, 130)]
     of[4:] = [t.detach().clamp(max=5.0).requires_grad_() for t in of[4:]]  # a rate is an exponent
-    found = rule(WIDTHS, of)
+    found = rule(widths, of)
     grads = torch.autograd.grad(found.sum(), of)
     assert all(t.isfinite().all() for t in (found, *grads))
 
 
-def test_in_bf16_all_but_what_is_given_and_returned_is_wide() -> None:
-    of = [t.detach().bfloat16().requires_grad_() for t in given_to(WIDTHS, 2, 200)]
+@OF_BOTH
+def test_in_bf16_all_but_what_is_given_and_returned_is_wide(widths: DeltaNet) -> None:
+    of = [t.detach().bfloat16().requires_grad_() for t in given_to(widths, 2, 200)]
     exact = [t.detach().double().requires_grad_() for t in of]
-    found, right = rule(WIDTHS, of), rule(WIDTHS, exact)
+    found, right = rule(widths, of), rule(widths, exact)
     dy = randn(*right.shape, seed=9).bfloat16()
     ours_all = found, *torch.autograd.grad(found, of, dy)
     for ours, theirs in zip(ours_all, (right, *torch.autograd.grad(right, exact, dy.double())), strict=True):
@@ -163,10 +195,13 @@ def test_tokens_go_into_chunks_and_back(seq: int, batch: int, heads: int) -> Non
 @pytest.mark.parametrize("pointwise", [PLAIN, compiled("aot_eager")], ids=["plain", "compiled"])
 def test_gradients_of_gates_are_those_of_what_was_computed(pointwise: Pointwise) -> None:
     o, z, weight = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(2, 3, 2, 4)] * 2 + [(4,)]))
-    norm = pointwise.gated_norm_forward, pointwise.gated_norm_backward
-    assert torch.autograd.gradcheck(lambda *of: Gated.apply(*of, 1e-6, *norm), (o, z, weight))
-    normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-6) * weight * F.silu(z)
-    torch.testing.assert_close(Gated.apply(o, z, weight, 1e-6, *norm), normed)
+    normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-6) * weight
+    for norm, gate in (
+        ((pointwise.gated_norm_forward, pointwise.gated_norm_backward), F.silu),
+        ((pointwise.opened_norm_forward, pointwise.opened_norm_backward), torch.sigmoid),
+    ):
+        assert torch.autograd.gradcheck(lambda *of, norm=norm: Gated.apply(*of, 1e-6, *norm), (o, z, weight))
+        torch.testing.assert_close(Gated.apply(o, z, weight, 1e-6, *norm), normed * gate(z))
     assert torch.autograd.gradcheck(lambda y, gate: opened(y, gate, pointwise), (o, z))
     torch.testing.assert_close(opened(o, z, pointwise), o * z.sigmoid())
     share = randn(2, 3, 2, 1, seed=3).requires_grad_()
@@ -207,6 +242,36 @@ def test_a_block_with_linear_attention_is_counted_by_hand() -> None:
     assert pointwise_bytes(model, 0, Phase.BACKWARD, work) == 300 * (2 * between + 4 * words)
 
 
+def test_a_block_whose_channels_decay_apart_is_counted_by_hand() -> None:
+    model, work = presets.load("kimi-linear-48b-a3b"), Workload(micro_batch_size=3, seq_len=100)
+    h, width, f, rank, heads = 2304, 4096, 9216, 128, 32
+    attends = 4 * h * width + 2 * (h * rank + rank * width) + h * heads
+    assert [model.layer_kind(i) for i in (0, 1, 3)] == ["block.linear.dense", "block.linear", "block.no_rope"]
+    assert model.params(0) == attends + 3 * h * f + 3 * 4 * width + heads + width + rank + 2 * h
+    assert forward_flops(model, 0, work) == 2 * 300 * (attends + 3 * h * f) + attention_flops(model, 0, work)
+    by_head = DeltaNet(key_heads=heads, value_heads=heads, key_dim=128, value_dim=128, kernel=4)
+    assert attention_flops(model, 0, work) == 3 * by_head.flops(100), "no pair is multiplied twice"
+    kept = 3 * h + 3 * width + width + heads + 2 * rank + 3 * width + 3 * f
+    assert saved_bytes(model, 0, work) == 300 * (2 * kept + 4 * (2 + heads))
+    pairs, state = heads * 64, heads * 128 * 128 // 64
+    words = (25 + 45 + 13) * width + 14 * pairs + 6 * state
+    between = 10 * h + 5 * width + 3 * width + 3 * f
+    assert pointwise_bytes(model, 0, Phase.FORWARD, work) == 300 * (2 * between + 4 * words)
+    unfused = pointwise_bytes(model, 0, Phase.FORWARD, work, fused=False)
+    assert unfused > pointwise_bytes(model, 0, Phase.FORWARD, work) + 300 * 4 * (8 + 5 * 6) * width
+    words = (80 + 22 * 6 + 35) * width + 20 * pairs + 17 * state
+    between = 8 * h + (15 + 4) * width + 5 * width + 5 * f
+    assert pointwise_bytes(model, 0, Phase.BACKWARD, work) == 300 * (2 * between + 4 * words)
+
+
+def test_latent_attention_that_nothing_turns_moves_no_queries() -> None:
+    model, work = presets.load("kimi-linear-48b-a3b"), Workload(micro_batch_size=1, seq_len=8)
+    turned = dataclasses.replace(model, no_rope_layers=(1,) * 27, linear_channel_decay=False, layer_types=())
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        moved = pointwise_bytes(turned, 3, phase, work) - pointwise_bytes(model, 3, phase, work)
+        assert moved == 8 * 2 * 2 * 32 * 192
+
+
 def test_a_block_with_gated_attention_is_counted_by_hand() -> None:
     model, work = presets.load("qwen3.5-0.8b"), Workload(micro_batch_size=1, seq_len=8)
     matrices = H * (2 * Q + 2 * K) + Q * H + 3 * H * F_MLP
@@ -231,12 +296,14 @@ def test_work_grows_with_tokens_and_not_with_sequences() -> None:
 
 def test_what_the_rule_moves_and_takes_is_counted() -> None:
     """By arguments and results of functions: what a compiler writes in between is in the counts, and seen on no CPU."""
-    widths = DeltaNet(key_heads=1, value_heads=2, key_dim=128, value_dim=128, kernel=4)
-    for dtype in (torch.float32, torch.bfloat16):
+    by_head = DeltaNet(key_heads=1, value_heads=2, key_dim=128, value_dim=128, kernel=4)
+    by_channel = KimiDelta(key_heads=1, value_heads=1, key_dim=128, value_dim=128, kernel=4)
+    for widths, dtype in itertools.product((by_head, by_channel), (torch.float32, torch.bfloat16)):
         of = [t.detach().to(dtype).requires_grad_() for t in given_to(widths, 2, 40 * CHUNK)]
-        there, back = seen(lambda pointwise, of=of: rule(widths, of, pointwise), of, widths)
-        assert 0.9 < there.moved < 1 and 0.8 < there.taken < 1.01
-        assert 0.88 < back.moved < 1 and 0.8 < back.taken < 1
+        there, back = seen(lambda pointwise, of=of, by=widths: rule(by, of, pointwise), of, widths)
+        of_compiler = 0.12 if isinstance(widths, KimiDelta) else 0  # more kernels of what is as wide as keys
+        assert 0.9 - of_compiler < there.moved < 1 and 0.8 < there.taken < 1.01
+        assert 0.88 - of_compiler < back.moved < 1 and 0.8 < back.taken < 1
 
 
 def test_long_sequences_take_no_more_than_some_heads_of_them() -> None:
@@ -286,6 +353,20 @@ def test_taps_are_no_matrices() -> None:
     assert not is_matrix("linear_attn.conv1d.weight", shapes["linear_attn.conv1d.weight"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"linear_num_value_heads": 8}, "linear_channel_decay needs as many key heads as value heads, and as wide"),
+        ({"linear_value_head_dim": 8}, "linear_channel_decay needs as many key heads as value heads, and as wide"),
+        ({"sliding_window": 4}, "sliding_window"),
+        ({"fused_gate_up": True}, "linear attention in a model with fused_gate_up is not supported"),
+    ],
+)
+def test_a_hybrid_whose_channels_decay_apart_without_meaning_is_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ModelError, match=why):
+        dataclasses.replace(KIMI_LINEAR, **changes)
+
+
 @pytest.mark.parametrize("source", [random_parameters, repeated_parameters])
 def test_training_begins_with_decays_and_gates_that_learn(source: Callable[[ModelSpec, int], Any]) -> None:
     params = views(source(QWEN3_5, 0)(0), QWEN3_5.parameter_shapes(0))
@@ -294,6 +375,11 @@ def test_training_begins_with_decays_and_gates_that_learn(source: Callable[[Mode
     assert params["linear_attn.conv1d.weight"].std() > 0.01
     rates = params["linear_attn.A_log"].exp()
     assert (rates >= 0.01).all() and (rates < 16).all()
+    params = views(source(KIMI_LINEAR, 0)(0), shapes := KIMI_LINEAR.parameter_shapes(0))
+    name = "self_attn.forget_gate.A_log"
+    assert not is_matrix(name, shapes[name]), "no weight decay is for rates"
+    assert (params[name].exp() >= 0.01).all() and (params[name].exp() < 16).all()
+    assert params["self_attn.o_norm.weight"].eq(1).all() and params["self_attn.k_conv1d.weight"].std() > 0.01
 
 
 def test_blocks_of_one_kind_share_a_template_and_a_model_of_few_blocks_has_either() -> None:

@@ -122,6 +122,8 @@ def named(model: ModelSpec, i: int, slab: Tensor) -> dict[str, Tensor]:
     if model.family.interleaved:
         held = {name: part for name, part in held.items() if "in_proj" not in name}
         held |= {name: part for name, part in hf.tensors_of(model, i, slab).items() if "in_proj" in name}
+    if taps := [name for name in held if name.endswith("_conv1d.weight")]:  # which modules have in one
+        held[taps[0].replace("q_conv1d", "conv1d")] = torch.cat([held.pop(name) for name in taps])
     return held
 
 

@@ -91,6 +91,7 @@ ROUNDED = {
     "qwen3.5-122b-a10b": 122e9,
     "qwen3.5-397b-a17b": 396e9,
     "qwen3-next-80b-a3b": 80e9,
+    "kimi-linear-48b-a3b": 49.1e9,
     "exaone-4.0-32b": 30.95e9,
     "exaone-4.0-1.2b": 1.07e9,
     "dots.llm1": 142e9,

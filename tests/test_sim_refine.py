@@ -173,7 +173,13 @@ def test_where_no_two_blocks_have_room_states_pass_beside_one() -> None:
     search = Search(replace(MODEL, num_hidden_layers=6), profile, memory_of(profile), judge)
     search._stay_and_pass(START, 3)
     fit = [candidate for candidate, tried in search.found.tried.items() if not tried.over]
-    assert [(one.count("through"), one.count("parts")) for one in fit] == [(3, 16), (2, 16), (1, 16)]
+    assert [(one.count("through"), one.count("defer"), one.count("parts")) for one in fit] == [
+        (3, 1, 16), (2, 1, 16), (1, 1, 16),
+    ]  # fmt: skip
+    search.least_resident = 2
+    search._stay_and_pass(START, 2)
+    residents = [one.count("resident") for one, tried in search.found.tried.items() if not tried.over]
+    assert residents == [0, 0, 0, 1, 1], "those that were tried before are not tried again"
 
 
 def split(count: int, recompute: str = "none") -> Workload:

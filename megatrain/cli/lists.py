@@ -13,6 +13,7 @@ from megatrain.cli.bars import stages
 from megatrain.cli.options import Json, Set, machine_of, print_json, require_outputs
 from schedules.delta import DeltaNet
 from schedules.errors import InputError
+from schedules.kimi_delta import KimiDelta
 from schedules.model_checks import DENSE, NONE
 
 if TYPE_CHECKING:
@@ -97,13 +98,15 @@ def _shape(spec: ModelSpec) -> list[list[str]]:
     if (latent := spec.latent) is not None:
         of_queries = f"queries from {latent.q_rank:,} numbers, " if latent.q_rank else ""
         heads = f"{latent.heads} heads of {spec.head_dim}, values of {latent.value}"
-        heads += f"; {of_queries}keys and values from {latent.kv_rank:,} and {latent.rope} turned"
+        heads += f"; {of_queries}keys and values from {latent.kv_rank:,} and {latent.rope} "
+        heads += "turned" if any(map(spec.has_rope, attend)) else "for all heads"
     recurrences = [found for i in spec.blocks if (found := spec.recurrence(i)) is not None]
     linear = []
     if recurrences:
         of = recurrences[0]
         if isinstance(of, DeltaNet):
             each = f"{of.value_heads} value heads of {of.value_dim}, {of.key_heads} query and key heads of {of.key_dim}"
+            each += ", whose channels decay apart" if isinstance(of, KimiDelta) else ""
         else:
             groups = f", in {of.groups} groups" if of.groups > 1 else ""
             each = f"{of.heads} heads of {of.head_dim}{groups}, states of {of.state_dim}"
