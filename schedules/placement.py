@@ -21,7 +21,7 @@ class Places:
 
     A layer is `resident`, one of the `ends` (embedding and head), `held`, or `streamed`. Of the held ones the `settled`
     are updated on the device as well, which their weights then never leave. Micro-batches run in `groups`, one after
-    another.
+    another. With `one_gradient` there is room for that of one block at a time.
     """
 
     def __init__(
@@ -39,9 +39,10 @@ class Places:
         parts: int,
         nvme: int,
         nvme_weights: int,
+        one_gradient: bool = False,
     ) -> None:
         clip = workload.grad_clip is not None
-        self._model = model
+        self._model, self._one_gradient = model, one_gradient
         self.groups, self.singly, self.parts = groups, singly, tensors.parts(parts)
         # layer -> how often its gradient comes: once for all micro-batches of a group, or once for each
         above = {model.head, *model.blocks[len(model.blocks) - singly :]} if singly else set()
@@ -109,19 +110,21 @@ class Places:
         Blocks are updated right after their backward, or right before their forward. Those of whose states some pass,
         and that run all micro-batches at a visit, are updated gradually where that spares memory: a few parts before
         each micro-batch of the next block, or of the block before. Few buffers then do for the state, and weights in
-        slots, which stay so much longer after their backward, have a slot more.
+        slots, which stay so much longer after their backward, have a slot more. Where there is no room for two blocks'
+        gradients, parts come and go one after another before the next block runs, while the GPU waits.
         """
         parts, block = len(self.parts), model.layer_name(model.largest_block)
         at_once = -(-parts // self.turns(model.blocks[0]))
         spared = (parts - 2 * at_once) * tensor_bytes(named(STATE, block), model, workload) // parts
         stays = self.through > self.settled and not self.carried
         costs = tensor_bytes(named("w", block), model, workload) if stays else 0
-        gradual = spared > 0 and spared >= costs
+        before_next = self._one_gradient and costs > 0
+        gradual = spared > 0 and spared >= costs and not before_next
         some = self.on_device if costs or self.carried else self.settled
         passing_at_last = {i for i in some if (i, self.parts[-1]) not in self.staying}
         self.gradually = {i for i in passing_at_last if self.landings[i] == 1 and gradual}
         self.more_slots = 1 if gradual and costs else 0
-        self.at_once = at_once if gradual else parts
+        self.at_once = at_once if gradual else 1 if before_next else parts
         self.state_slots = min(2 * self.at_once, parts) + 1
         if not self.through:  # all that passes is what does not stay of one block
             self.at_once = self.state_slots = 2

@@ -27,7 +27,7 @@ from sim.machine import HardwareProfile
 from sim.placement_bound import PlacementBound
 from sim.prediction import Prediction
 from sim.refine import fewer_micro_batches, refine, send_away, shake
-from sim.room import ONE_BLOCK, orders, state_of_block, ways_to_part
+from sim.room import orders, state_of_block, ways_to_part
 from sim.splits import NEARLY_LEAST, Bounded, by_bound, worth_searching
 
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
@@ -50,6 +50,7 @@ MANY_SLABS = 16  # slabs, where blocks are updated late
 FEW_PARTS = 4  # parts of a state that passes through the device
 PASSING = (1 / 3, 1 / 2, 3 / 4, 1)  # of the blocks whose states pass in the bound's placement
 EARLY = 4  # slots for weights, where states come by the same link
+TIGHT = ((1, 2), (2, 1), (1, 1))  # slots for weights, and for gradients, where no more have room
 BESIDE_HELD = 3  # the same where those blocks' weights are held
 LATE_OF_FEWER = 3  # of the blocks left to the CPU one in so many is updated late
 SLACK = 4  # visits that activations may take to leave or to come
@@ -376,7 +377,8 @@ class Search:
         """Try as many states on the device as have room beside those of `passing` blocks, or fewer, that pass.
 
         States that pass come in parts: their buffers take room from what stays, and weights need the same link, unless
-        those of the blocks whose states pass are held. Where none of that has room, weights come one block at a time.
+        those of the blocks whose states pass are held. Where none of that has room, weights or gradients are there one
+        block at a time.
         """
         blocks, fit = self.found.model.num_hidden_layers, False
         most = ways_to_part(self.found.model, start.workload)[-1]
@@ -397,12 +399,14 @@ class Search:
                 fit = fit or not tried.over
                 if held and not tried.over:
                     break
-        if not fit:  # blocks of a large mixture, say, of which few have room at once
-            tight = in_parts(most, **ONE_BLOCK, inputs=blocks)
+        for slots, gradients in () if fit else TIGHT:  # blocks of a large mixture, say, of which few have room at once
+            tight = in_parts(most, slots=slots, grad_slots=gradients, inputs=blocks)
             residents = range(min(self.least_resident, 1) + 1)
-            self.found.evaluate(
+            tried_all = self.found.evaluate(
                 *(late(tight.with_knobs({"through": n, "resident": of})) for n in reversed(some) for of in residents)
             )
+            if not all(tried.over for tried in tried_all):
+                break
 
     def _staying(self, candidate: Candidate) -> Candidate:
         """The candidate with as many parts of blocks' states on the device as have room there."""

@@ -257,12 +257,16 @@ def test_training_by_schedule_is_plain_training(name: str, case: Case) -> None:
         assert error(found.parameters[i], right.parameters[i]) < 5e-6, i
 
 
-def test_updates_beside_the_next_blocks_micro_batches_are_plain_training() -> None:
-    case, knobs = Case(False, 4, None), {"keep": 1, "through": 3, "stay": 1, "parts": 4, "slots": 1, "grad_slots": 1}
-    schedule = policies.build("streamed", case.model, case.workload, MEMORY, **knobs)
+@pytest.mark.parametrize(("gradients", "beside"), [(2, True), (1, False)])
+def test_updates_beside_the_next_blocks_micro_batches_or_before_are_plain_training(
+    gradients: int, beside: bool
+) -> None:
+    case, knobs = Case(False, 4, None), {"keep": 1, "through": 3, "stay": 1, "parts": 4, "slots": 1}
+    schedule = policies.build("streamed", case.model, case.workload, MEMORY, **knobs, grad_slots=gradients)
     ran = [op for op in schedule.streams[Stream.COMPUTE] if op.phase in (Phase.BACKWARD, Phase.ADAM)]
     apart = [a.phase != b.phase for a, b in pairwise(op for op in ran if op.layer in case.model.blocks)]
-    assert sum(apart) > 2 * len(case.model.blocks), "some are updated between a block's micro-batches"
+    between = sum(apart) > 2 * len(case.model.blocks)
+    assert between == beside, "whether some are updated between a block's micro-batches"
     found, right = run(schedule, STEPS), expected(case)
     assert found.losses == pytest.approx(right.losses, rel=1e-6)
     for i in case.model.layers:

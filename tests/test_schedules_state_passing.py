@@ -137,10 +137,23 @@ def test_a_part_that_lives_on_the_drive_is_read_before_and_written_after() -> No
 
 def test_beside_micro_batches_a_state_passes_through_few_buffers_a_part_before_each() -> None:
     """Four parts beside four micro-batches: one at a time, the next to come, and one that leaves."""
-    schedule = passing(accumulation=4, through=BLOCKS, parts=4, grad_slots=1)
+    schedule = passing(accumulation=4, through=BLOCKS, parts=4)
     assert [slots(schedule, kind) for kind in ("state", "weight", "grad")] == [3, 3, 2]
     for block in range(1, BLOCKS):
         assert updated_between(schedule, block) == [[f"U.{block}.{part}of4"] for part in range(4)]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 16])
+def test_with_room_for_one_gradient_a_state_has_passed_before_the_next_block_runs(parts: int) -> None:
+    schedule = passing(accumulation=4, through=BLOCKS, parts=parts, grad_slots=1)
+    verify(schedule)
+    assert [slots(schedule, kind) for kind in ("state", "weight", "grad")] == [min(parts, 2) + 1, 2, 1]
+    place = {op.name: at for at, op in enumerate(schedule.ops)}
+    for block in range(1, BLOCKS):
+        of_part = [f"U.{block}.{n}of{parts}" for n in range(parts)] if parts > 1 else [f"U.{block}"]
+        of_block = [place[name] for name in of_part]
+        backward = [place[f"B.{i}.{m}"] for i in (block, block - 1) for m in range(4)]
+        assert max(backward[:4]) < min(of_block) <= max(of_block) < min(backward[4:])
 
 
 @pytest.mark.parametrize(("through", "parts", "counts"), [(4, 4, [1, 0] * 4), (8, 4, [1, 0] * 4), (4, 16, [2] * 8)])

@@ -163,23 +163,25 @@ def test_where_held_weights_leave_no_room_there_are_fewer_slots(room: int, tried
     assert [(one.count("hold"), one.count("slots")) for one in search.found.tried if one.count("through") == 3] == tried
 
 
-def test_where_no_two_blocks_have_room_states_pass_beside_one() -> None:
+@pytest.mark.parametrize("slots, gradients", [(1, 2), (2, 1), (1, 1)])
+def test_where_few_blocks_have_room_states_pass_beside_these(slots: int, gradients: int) -> None:
     def judge(candidates: list[Candidate], best_ns: float) -> Iterator[Verdict]:
         for candidate in candidates:
-            full = max(candidate.count("slots"), candidate.count("grad_slots")) > 1 or candidate.count("inputs") < 6
-            yield Verdict(replace(unjudged(candidate), over=int(full)), None, 1)
+            full = candidate.count("slots") > slots or candidate.count("grad_slots") > gradients
+            over = int(full or candidate.count("inputs") < 6)
+            yield Verdict(replace(unjudged(candidate), over=over), None, 1)
+
+    def fit(*knobs: str) -> list[tuple[int, ...]]:
+        return [tuple(map(one.count, knobs)) for one, tried in search.found.tried.items() if not tried.over]
 
     profile = hardware.load("h200")
     search = Search(replace(MODEL, num_hidden_layers=6), profile, memory_of(profile), judge)
     search._stay_and_pass(START, 3)
-    fit = [candidate for candidate, tried in search.found.tried.items() if not tried.over]
-    assert [(one.count("through"), one.count("defer"), one.count("parts")) for one in fit] == [
-        (3, 1, 16), (2, 1, 16), (1, 1, 16),
-    ]  # fmt: skip
+    assert fit("slots", "grad_slots", "parts") == [(slots, gradients, 16)] * 3, "the first way that has room"
+    assert fit("through", "defer") == [(3, 1), (2, 1), (1, 1)]
     search.least_resident = 2
     search._stay_and_pass(START, 2)
-    residents = [one.count("resident") for one, tried in search.found.tried.items() if not tried.over]
-    assert residents == [0, 0, 0, 1, 1], "those that were tried before are not tried again"
+    assert fit("resident") == [(0,), (0,), (0,), (1,), (1,)], "those that were tried before are not tried again"
 
 
 def split(count: int, recompute: str = "none") -> Workload:

@@ -1,14 +1,13 @@
 """Stream each layer once for all micro-batches; update on the CPU as gradients land. Ours.
 
-What it does. Weights arrive through a ring of device slots while other layers compute. A layer runs all
-micro-batches before the next one comes, so that weights and gradients cross the link once per step and not
-once per micro-batch (the vertical order of GreedySnake, arXiv 2512.17570); order=microbatches is the usual
-order, for comparison; between the two, the last `singly` blocks take micro-batches one by one, so that only one's
-activations are there, and the others all together. A gradient leaves as soon as it is whole, and its update runs on
-the CPU beside the rest of the backward. The last `keep` blocks keep their activations, but for `offload` blocks,
-evenly spread, which send theirs to the host and get them back, `slack` visits ahead; what is left keeps its input and
-runs forward again just before its backward. Nothing waits for a whole step to end: the next forward starts as soon as
-its first layers are updated.
+What it does. Weights arrive through a ring of device slots while other layers compute. A layer runs all micro-batches
+before the next one comes, so that weights and gradients cross the link once per step and not once per micro-batch (the
+vertical order of GreedySnake, arXiv 2512.17570); order=microbatches is the usual one; between the two, the last
+`singly` blocks take micro-batches one by one, so that only one's activations are there, and the others all together. A
+gradient leaves as soon as it is whole, and its update runs on the CPU beside the rest of the backward. The last `keep`
+blocks keep their activations, but for `offload` blocks, evenly spread, which send theirs to the host and get them
+back, `slack` visits ahead; what is left keeps its input and runs forward again just before its backward. Nothing waits
+for a whole step to end: the next forward starts as soon as its first layers are updated.
 
 Where states live, in bytes per parameter at bf16. Host: weights 2, optimizer state 8, and a gradient, 2, for the layers
 whose update must wait; slabs serve the others. Device: the slots, and of embedding and head a copy of the weights, 2,
@@ -22,8 +21,8 @@ the CPU or its memory is slow and a step is long. Weights that are held then nev
 does not leave either. With nvme=n the state of n blocks lives on a drive, with nvme_weights=n the weights of n of these
 too: they come through the host for the forward, and again for the backward, after which they are updated there and go
 back. With parts=n gradients leave the device, and states come to their updates, in n parts a block, each updated by
-itself: no buffer on the host has room for a whole one, and a block's state may live in several places. What passes
-through is then updated beside the micro-batches of the next block, or two, where that spares memory.
+itself: no buffer on the host has room for a whole one, and a block's state may live in several places. What passes then
+does so beside the next block, or two, where that spares memory, and with grad_slots=1 before that runs.
 
 Order of updates. Gradients land last layer first; the next forward needs the first layer first. Updated as they land,
 all must be done before the next forward begins. `defer` picks that many blocks, evenly spread, and updates them after
@@ -79,7 +78,7 @@ def policy(
 
     Args:
         slots: device buffers for streamed weights.
-        grad_slots: device buffers for gradients on their way out.
+        grad_slots: device buffers for gradients on their way out; one is not shared with the next block.
         slabs: host buffers in which gradients, or parts of them, wait for the optimizer.
         offload: how many of the other blocks' activations go to the host and come back for the backward.
         inputs: how many blocks' inputs go to the host and come back, whatever else is kept: many do not fit the device.
@@ -126,6 +125,7 @@ def policy(
         parts=parts,
         nvme=nvme,
         nvme_weights=nvme_weights,
+        one_gradient=grad_slots == 1,
     )
 
     def build(keep: int) -> Program:
