@@ -55,11 +55,12 @@ def _listed(apart: Mapping[str, Any], blocks: int, name: str) -> list[str]:
     """Each block's attention; where nothing says it, as transformers has it."""
     if KDA not in apart and OTHERS not in apart:
         return [FULL if i and i % 4 == 0 else LINEAR for i in range(blocks)]
-    both = [apart.get(key) for key in (KDA, OTHERS)]
-    numbers = [i for listed in both if isinstance(listed, (list, tuple)) for i in listed]
+    linear, others = (apart.get(key, []) for key in (KDA, OTHERS))
+    lists = isinstance(linear, (list, tuple)) and isinstance(others, (list, tuple))
+    numbers = [*linear, *others] if lists else []
     if any(not isinstance(i, int) for i in numbers) or sorted(numbers) != list(range(1, blocks + 1)):
         raise ModelError(f"{name}: {KDA} and {OTHERS} of {APART} must name each of 1 to {blocks} once")
-    return [LINEAR if i in (both[0] or ()) else FULL for i in range(1, blocks + 1)]
+    return [LINEAR if i in linear else FULL for i in range(1, blocks + 1)]
 
 
 def with_own_names(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -304,9 +304,9 @@ def _check_linear(model: ModelSpec) -> None:
         or model.linear_key_head_dim != model.linear_value_head_dim
     ):
         raise ModelError(f"{model.name}: linear_channel_decay needs as many key heads as value heads, and as wide")
-    others = () if of_mamba else ("fused_gate_up",) if by_channel else ("no_rope_layers", "fused_gate_up")
-    others = ("sliding_window", "post_norm", "fused_projections", *others)
-    others = others if by_channel else ("kv_lora_rank", *others)
+    others: tuple[str, ...] = ("sliding_window", "post_norm", "fused_projections")
+    others += () if of_mamba else ("fused_gate_up",)
+    others += () if by_channel else ("kv_lora_rank",) if of_mamba else ("kv_lora_rank", "no_rope_layers")
     _refuse(model, f"{what} in a model", others)
     if not model.pre_norm:
         raise ModelError(f"{model.name}: {what} without pre_norm is not supported")

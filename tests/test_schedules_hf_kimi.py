@@ -62,6 +62,7 @@ def test_what_it_says_is_read_and_written(changes: dict[str, Any]) -> None:
         ({"linear_attn_config": [1]}, r"linear_attn_config must be a dictionary, not \[1\]"),
         ({"linear_attn_config": APART | {"kda_layers": [1]}}, "must name each of 1 to 27 once"),
         ({"linear_attn_config": APART | {"full_attn_layers": "all"}}, "must name each of 1 to 27 once"),
+        ({"linear_attn_config": APART | {"kda_layers": 5, "full_attn_layers": [*range(1, 28)]}}, "must name each of"),
         ({"linear_attn_config": APART | {"num_heads": 0}}, "linear_num_key_heads"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings of a KimiLinearForCausalLM must be False, not True"),
