@@ -304,10 +304,14 @@ def _check_linear(model: ModelSpec) -> None:
         or model.linear_key_head_dim != model.linear_value_head_dim
     ):
         raise ModelError(f"{model.name}: linear_channel_decay needs as many key heads as value heads, and as wide")
-    others: tuple[str, ...] = ("sliding_window", "post_norm", "fused_projections")
-    others += () if of_mamba else ("fused_gate_up",)
-    others += () if by_channel else ("kv_lora_rank",) if of_mamba else ("kv_lora_rank", "no_rope_layers")
-    _refuse(model, f"{what} in a model", others)
+    others = ["sliding_window", "post_norm", "fused_projections"]
+    if not by_channel:
+        others.append("kv_lora_rank")
+    if not of_mamba:
+        others.append("fused_gate_up")
+    if not (by_channel or of_mamba):
+        others.append("no_rope_layers")
+    _refuse(model, f"{what} in a model", tuple(others))
     if not model.pre_norm:
         raise ModelError(f"{model.name}: {what} without pre_norm is not supported")
 

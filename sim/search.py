@@ -377,36 +377,40 @@ class Search:
         """Try as many states on the device as have room beside those of `passing` blocks, or fewer, that pass.
 
         States that pass come in parts: their buffers take room from what stays, and weights need the same link, unless
-        those of the blocks whose states pass are held. Where none of that has room, weights or gradients are there one
-        block at a time.
+        those of the blocks whose states pass are held.
         """
-        blocks, fit = self.found.model.num_hidden_layers, False
-        most = ways_to_part(self.found.model, start.workload)[-1]
-        some = sorted({math.ceil(passing * share) for share in PASSING} - {0})
-
-        def late(there: Candidate) -> Candidate:
-            by_cpu = blocks - there.count("through") - there.count("stay") // there.count("parts")
-            return there.with_knobs({"defer": by_cpu // LATE_OF_FEWER})
-
-        def in_parts(parts: int, **knobs: Knob) -> Candidate:
-            return start.with_knobs({"parts": parts, "slabs": MANY_SLABS * parts, **knobs})
-
-        in_few = in_parts(min(FEW_PARTS, most), resident=self.least_resident)
+        some, fit = sorted({math.ceil(passing * share) for share in PASSING} - {0}), False
+        parts = min(FEW_PARTS, ways_to_part(self.found.model, start.workload)[-1])
+        in_parts = start.with_knobs({"parts": parts, "resident": self.least_resident, "slabs": MANY_SLABS * parts})
         for through in some:
             for held, slots in ((0, EARLY), (through, BESIDE_HELD), (through, 2)):
-                there = self._staying(in_few.with_knobs({"through": through, "hold": held, "slots": slots}))
-                (tried,) = self.found.evaluate(late(there))
+                there = self._staying(in_parts.with_knobs({"through": through, "hold": held, "slots": slots}))
+                (tried,) = self.found.evaluate(self._some_late(there))
                 fit = fit or not tried.over
                 if held and not tried.over:
                     break
-        for slots, gradients in () if fit else TIGHT:  # blocks of a large mixture, say, of which few have room at once
-            tight = in_parts(most, slots=slots, grad_slots=gradients, inputs=blocks)
-            residents = range(min(self.least_resident, 1) + 1)
-            tried_all = self.found.evaluate(
-                *(late(tight.with_knobs({"through": n, "resident": of})) for n in reversed(some) for of in residents)
-            )
-            if not all(tried.over for tried in tried_all):
+        if not fit:
+            self._pass_beside_few(start, some)
+
+    def _pass_beside_few(self, start: Candidate, passing: list[int]) -> None:
+        """Try states of so many blocks that pass while weights or gradients are there one block at a time.
+
+        Few blocks of a large mixture, say, have room at once.
+        """
+        blocks, parts = self.found.model.num_hidden_layers, ways_to_part(self.found.model, start.workload)[-1]
+        in_parts = start.with_knobs({"parts": parts, "slabs": MANY_SLABS * parts, "inputs": blocks})
+        residents = range(min(self.least_resident, 1) + 1)
+        for slots, gradients in TIGHT:
+            tight = in_parts.with_knobs({"slots": slots, "grad_slots": gradients})
+            there = [tight.with_knobs({"through": n, "resident": of}) for n in reversed(passing) for of in residents]
+            if not all(tried.over for tried in self.found.evaluate(*map(self._some_late, there))):
                 break
+
+    def _some_late(self, candidate: Candidate) -> Candidate:
+        """With some of the blocks that are left to the CPU updated late."""
+        on_device = candidate.count("through") + candidate.count("stay") // candidate.count("parts")
+        by_cpu = self.found.model.num_hidden_layers - on_device
+        return candidate.with_knobs({"defer": by_cpu // LATE_OF_FEWER})
 
     def _staying(self, candidate: Candidate) -> Candidate:
         """The candidate with as many parts of blocks' states on the device as have room there."""
