@@ -97,12 +97,10 @@ class LayerAreas:
         """The state crosses the link both ways."""
         return together(self.copy(STATE, i, Kind.PREFETCH, times), self.copy(STATE, i, Kind.OFFLOAD, times))
 
-    def drive(self, cls: str, i: int, times: float) -> Areas:
-        """Read from the drive and written back, once a step."""
-        times *= self.nbytes(cls, i) / self.nbytes(STATE, i)
-        read, written = (self._times(("drive", kind), times) for kind in (Kind.PREFETCH, Kind.OFFLOAD))
-        per_block = self.nbytes(STATE, i) / self.nbytes(STATE, 0)
-        return {name: ns * per_block for name, ns in together(read, written).items()}
+    def drive(self, cls: str, i: int, times: float, *kinds: Kind) -> Areas:
+        """Read from the drive, written back, or both if left out, once a step."""
+        times *= self.nbytes(cls, i) / self.nbytes(STATE, 0)
+        return together(*(self._times(("drive", kind), times) for kind in kinds or (Kind.PREFETCH, Kind.OFFLOAD)))
 
     def _times(self, key: tuple[object, ...], times: float) -> Areas:
         kind, *rest = key

@@ -12,6 +12,7 @@ of every schedule of the language that trains all weights exactly, because each 
                 two steps, or at the turn; such state the other way; activations sent away
   host          the optimizer of what the CPU updates, one op at a time; memory traffic of it and of all copies. Blocks
                 are none of that where the optimizer multiplies matrices
+  drive         state and weights that are not always in memory, read and written once; activations sent on to it
   device memory at the turn all kept activations of a micro-batch are there, with the weights that are not loaded
                 again, the state that lives there, what the op at the turn touches, and the largest workspace; between
                 two steps the weights that do not come for the forward, that state, the embedding's weights and the
@@ -38,29 +39,41 @@ backward of a step, and precede the first turn of the next:
   backward      the backward of all micro-batches, and from the first turn on their losses
   memory        as the last backward ends all weights, states and gradients are in the two memories, or on the drive
 
-With a > 1 micro-batches each has a turn, and the budget of device memory is that of their average. Let f be how many
-micro-batches' kept activations of a block are there on average, of k that are kept; held ones' weights are there at
-their turns. Squares are replaced by tangents, x^2 >= 2 t x - t^2, which keeps all this linear.
+Without clipping there are three, of which the middle one is empty with one micro-batch: from the last turn to the
+moment between two steps, from there to the next first turn, and from the first turn to the last. A micro-batch that is
+in flight at the first turn has run forward before it, one in flight at the last runs backward after it, and in the
+middle is what the GPU does of all others. There is no update in it, for an update needs the gradient of all
+micro-batches, and the first forward needs all updates. (The head's may begin before the last block's backward.) So the
+CPU's time comes on top of it, and so does the drive's (`sim.drive_windows`): what is read or written in another window
+than its update is in memory at a moment between these, and so are gradients that wait for an update after the last
+backward; weights that are gone at the last turn are read for the backward, and those that are gone between two steps
+for the forward. At the three moments all that is not on the drive is in the two memories together.
 
-  loads         weights that are not held come between a micro-batch's turn and its backward. Those served by one load
-                are in flight together, one at the first of their turns, two at the next: with L loads for k' of
-                them, a f >= (k'^2 / L + k') / 2 + the held ones
+With a > 1 micro-batches each has a turn, and the budget of device memory is that of their average (`sim.turns`). Let f
+be how many micro-batches' activations of a block are in flight there on average, of k that are kept, or, wherever they
+are then, of k that are kept or sent away; held ones' weights are on the device at their turns. Squares are replaced by
+tangents, x^2 >= 2 t x - t^2, which keeps all this linear.
+
+  loads         where a micro-batch's turn finds weights gone, its forward was before they went, and its backward is
+                after they come: all whose turns fall into one such gap are in flight at all these turns. With L gaps,
+                each ended by a load, for k' micro-batches, a f >= k'^2 / L + the held ones
+  between turns of two micro-batches with turns one after the other, if only the first is in flight at the first turn,
+                and only the second at the second, a block runs backward for the one and forward for the other between.
+                One goes from the last block to the first, the other from the first to the last, so that there is a
+                moment which, for every such block, is after one of the two and before the other. Weights are on the
+                device then, or gone after the one, and come once more for the other
   sums          until the first backward there is no sum of gradients; if J turns pass before it, the last y of them in
-                spite of kept activations, a f >= (y^2 + y) / 2 + k - y. At the others the sum is on the device, or
+                spite of stored activations, a f >= (y^2 + y) / 2 + k - y. At the others the sum is on the device, or
                 has been sent down since the backward before: S times for A turns, a f >= (A^2 / S + A) / 2
-  updates       the CPU updates nothing between the first loss and the last. What is not in flight at the last has run
-                backward by then, what is not at the first has not run forward: its GPU time comes on top of the CPU's,
-                and what is in flight has its kept activations on the device at that one turn
 
 Latencies and issue cost are left out, and so is every other effect of order: the bound is not always attained.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -71,13 +84,34 @@ from schedules.saved import hidden_bytes
 from schedules.tensor import GRAD, SAVED, STATE, WEIGHT
 from schedules.workload import MemoryBudget, Workload
 from schedules.workspace import workspace_bytes
+from sim import drive_windows, turns
 from sim.areas import OPTIMIZER, Areas, LayerAreas, together
 from sim.cost import D2H, GPU, H2D
 from sim.machine import HardwareProfile
+from sim.placement_program import (
+    BACKWARD,
+    BOTH_BETWEEN,
+    BOTH_FIRST,
+    BOTH_LAST,
+    DEVICE,
+    DEVICE_AMID,
+    DEVICE_BETWEEN,
+    DEVICE_END,
+    DEVICE_FIRST,
+    DEVICE_LAST,
+    DRIVE_END,
+    FORWARD,
+    HOST,
+    MIDDLE,
+    NVME,
+    OFF_BOTH,
+    VARIABLES,
+    PlacementProgram,
+    in_window,
+    only_in,
+)
 from sim.prediction import memory_of
 
-FORWARD, BACKWARD = "forward ", "backward "  # before a resource: what is busy in that window
-MIDDLE = "between the turns"  # GPU time in which the CPU updates nothing
 SOLVED_TO = 1e-7  # relative: what the solver may be off by, as its tolerances are; so much is taken off the bound
 AS_SHORT = 1e-9  # relative: placements of periods that differ by no more are equally good
 INFEASIBLE = 2  # a status of scipy.optimize.linprog
@@ -105,51 +139,6 @@ class NoPlacement(ValueError):
     """Not even fractions of the state fit the machine's tiers together."""
 
 
-@dataclass
-class _Program:
-    """The linear program as it grows: columns are fractions in [0, 1], each with areas and bytes."""
-
-    areas: list[Areas] = field(default_factory=list)
-    device: list[float] = field(default_factory=list)
-    device_first: list[float] = field(default_factory=list)  # bytes at the first turn alone
-    device_last: list[float] = field(default_factory=list)  # bytes at the last turn alone
-    device_between: list[float] = field(default_factory=list)  # bytes between two steps
-    device_end: list[float] = field(default_factory=list)  # bytes as the last backward of a step ends
-    drive_end: list[float] = field(default_factory=list)  # bytes that may be on the drive then
-    host: list[float] = field(default_factory=list)
-    nvme: list[float] = field(default_factory=list)
-    labels: list[tuple[str, float]] = field(default_factory=list)  # what a column places, and its bytes
-    at_most: list[tuple[dict[int, float], float]] = field(default_factory=list)
-    exactly: list[tuple[dict[int, float], float]] = field(default_factory=list)
-
-    def column(
-        self,
-        areas: Areas | None = None,
-        *,
-        device: float = 0,
-        device_first: float = 0,
-        device_last: float = 0,
-        device_between: float = 0,
-        device_end: float = 0,
-        drive_end: float = 0,
-        host: float = 0,
-        nvme: float = 0,
-        label: str = "",
-        nbytes: float = 0,
-    ) -> int:
-        self.areas.append(areas or {})
-        self.device.append(device)
-        self.device_first.append(device_first)
-        self.device_last.append(device_last)
-        self.device_between.append(device_between)
-        self.device_end.append(device_end)
-        self.drive_end.append(drive_end)
-        self.host.append(host)
-        self.nvme.append(nvme)
-        self.labels.append((label, nbytes))
-        return len(self.areas) - 1
-
-
 def placement_bound(
     model: ModelSpec, workload: Workload, profile: HardwareProfile, budget: MemoryBudget | None = None
 ) -> PlacementBound:
@@ -170,46 +159,25 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
     """The bound where memory is counted at the loss, if `turn` is the head, or at the backward of that block."""
     from scipy.optimize import linprog
 
-    model, workload = costs.model, costs.workload
-    windows, clips = workload.accumulation == 1, workload.grad_clip is not None
-    lp, fixed = _Program(), Counter[str]()
-    workspace = _workspace(costs, profile)
-    at_end = sum(costs.nbytes(cls, i) for cls in (WEIGHT, STATE, GRAD) for i in model.layers) if clips else 0.0
-    before = (Phase.EMBED, Phase.FORWARD, *([Phase.LOSS] if turn != model.head else []))
+    model = costs.model
+    lp, fixed = PlacementProgram(), _always(costs, turn)
     for layers in _alike(model, turn):
-        i, n = layers[0], len(layers)
-        for phase in (Phase.EMBED, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD):
-            areas = costs.compute(i, phase, n * workload.accumulation)
-            window = FORWARD if phase in before else BACKWARD
-            _add(fixed, _in_window(areas, window) if windows else areas)
-            if clips and not windows:
-                first = 1.0 / workload.accumulation if window == FORWARD else 1.0
-                _add(fixed, _only_in(areas, window), first)
-            if phase == Phase.LOSS and turn == model.head:  # but for the last one's
-                _add(fixed, {MIDDLE: areas.get(GPU, 0.0)}, 1.0 - 1.0 / workload.accumulation)
-        _place(lp, costs, i, n, turn, has_nvme=profile.nvme is not None)
-    columns = len(lp.areas)  # three more variables: the period and its windows, in units of `scale`
+        _place(lp, costs, layers[0], len(layers), turn, has_nvme=profile.nvme is not None)
+    columns = len(lp.areas)  # and the VARIABLES, in units of `scale`
     scale = max(fixed.values())
     rows: list[np.ndarray] = []
     limits: list[float] = []
-    for parts, limited in _limits([fixed, *lp.areas], profile):
-        row = np.zeros(columns + 3)
+    for parts, limited in _limits(costs, [fixed, *lp.areas], profile, turn):
+        row = np.zeros(columns + VARIABLES)
         row[:columns] = [_weighed(areas, parts) / scale for areas in lp.areas]
-        row[columns + limited] = -1.0
+        row[columns:] = limited
         rows.append(row)
         limits.append(-_weighed(fixed, parts) / scale)
-    rows.append(np.array([0.0] * columns + [-1.0, 1.0, 1.0]))
-    limits.append(0.0)
-    for bytes_of, free in (
-        *_on_device(lp, budget, _at_turn(costs, turn) + workspace, _between_steps(costs) + workspace),
-        ([-nbytes for nbytes in lp.drive_end], float(budget.device_and_host_bytes) - at_end),
-        (lp.host, float(budget.host_bytes)),
-        (lp.nvme, float(budget.nvme_bytes)),
-    ):
-        rows.append(np.array([*bytes_of, 0.0, 0.0, 0.0]) / 1e9)
+    for taken, free in _in_memory(lp, costs, profile, budget, turn):
+        rows.append(np.append(taken, np.zeros(VARIABLES)) / 1e9)
         limits.append(free / 1e9)
     for terms, limit in lp.at_most:
-        rows.append(_row(terms, columns))
+        rows.append(lp.row(terms))
         limits.append(limit)
 
     def solve(costs: Sequence[float], longest: float | None) -> Any:
@@ -217,7 +185,7 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
             costs,
             A_ub=np.array(rows),
             b_ub=limits,
-            A_eq=np.array([_row(terms, columns) for terms, _ in lp.exactly]),
+            A_eq=np.array([lp.row(terms) for terms, _ in lp.exactly]),
             b_eq=[value for _, value in lp.exactly],
             bounds=[(0.0, 1.0)] * columns + [(0.0, longest), (0.0, None), (0.0, None)],
             method="highs",
@@ -232,7 +200,7 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
     # of all placements with that period, the one that does least: what it is busy with is what it must do
     work = [sum(ns for name, ns in areas.items() if name != MIDDLE) / scale for areas in lp.areas]
     least = solve([*work, 0.0, 0.0, 0.0], period * (1 + AS_SHORT))
-    shares = [float(share) for share in (least if least.success else solved).x[:columns]]
+    shares = [float(share) for share in np.clip((least if least.success else solved).x[:columns], 0.0, 1.0)]
     found = Counter[str](fixed)
     for of_column, share in zip(lp.areas, shares, strict=True):
         _add(found, of_column, share)
@@ -243,203 +211,207 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
     )
 
 
-def _on_device(
-    lp: _Program, budget: MemoryBudget, at_turn: float, between: float
-) -> Iterator[tuple[Sequence[float], float]]:
-    """What the columns take of the device at the moments that count, and the bytes there are beside what always is.
+def _always(costs: LayerAreas, turn: int) -> Counter[str]:
+    """What every schedule is busy with."""
+    model, workload, fixed = costs.model, costs.workload, Counter[str]()
+    windows, clips = workload.accumulation == 1, workload.grad_clip is not None
+    before = (Phase.EMBED, Phase.FORWARD, *([Phase.LOSS] if turn != model.head else []))
+    for layers in _alike(model, turn):
+        for phase in (Phase.EMBED, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD):
+            areas = costs.compute(layers[0], phase, len(layers) * workload.accumulation)
+            window = FORWARD if phase in before else BACKWARD
+            _add(fixed, in_window(areas, window) if windows else areas)
+            if clips and not windows:
+                first = 1.0 / workload.accumulation if window == FORWARD else 1.0
+                _add(fixed, only_in(areas, window), first)
+            if phase == Phase.LOSS and turn == model.head:  # but for the last one's
+                _add(fixed, {MIDDLE: areas.get(GPU, 0.0)}, 1.0 - 1.0 / workload.accumulation)
+    return fixed
+
+
+def _in_memory(
+    lp: PlacementProgram, costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, turn: int
+) -> Iterator[tuple[np.ndarray, float]]:
+    """What the columns take of the memories at the moments that count, and the bytes there are beside what always is.
 
     Of a memory that is also the host's, what host buffers take is not there: they are allocated for all of the step.
     """
-    for bytes_of, always in (
-        (lp.device, at_turn),
-        (lp.device_first, at_turn),
-        (lp.device_last, at_turn),
-        (lp.device_between, between),
-        (lp.device_end, 0.0),
+    model, workspace, hidden = costs.model, _workspace(costs, profile), hidden_bytes(costs.model, costs.workload)
+    at_turn = _at_turn(costs, turn) + workspace
+    for memory, always in (
+        (DEVICE, at_turn),
+        (DEVICE_FIRST, at_turn),
+        (DEVICE_LAST, at_turn),
+        (DEVICE_AMID, 0.0),
+        (DEVICE_BETWEEN, costs.nbytes(WEIGHT, model.embed) + hidden + workspace),
+        (DEVICE_END, 0.0),
     ):
-        yield bytes_of, float(budget.device_bytes) - always
+        taken = lp.bytes_in(memory)
+        yield taken, float(budget.device_bytes) - always
         if budget.unified_bytes is not None:
-            both = [there + beside for there, beside in zip(bytes_of, lp.host, strict=True)]
-            yield both, float(budget.unified_bytes) - always
+            yield taken + lp.bytes_in(HOST), float(budget.unified_bytes) - always
+    both = float(budget.device_and_host_bytes)
+    if costs.workload.grad_clip is not None:
+        everything = sum(costs.nbytes(cls, i) for cls in (WEIGHT, STATE, GRAD) for i in model.layers)
+        yield -lp.bytes_in(DRIVE_END), both - everything
+    else:
+        states = sum(costs.nbytes(STATE, i) for i in model.layers)
+        others = sum(costs.nbytes(WEIGHT, i) for i in model.layers if i != turn)
+        for memory, always in ((BOTH_FIRST, at_turn), (BOTH_LAST, at_turn), (BOTH_BETWEEN, hidden + workspace)):
+            yield lp.bytes_in(memory) - lp.bytes_in(OFF_BOTH), both - states - others - always
+    yield lp.bytes_in(HOST), float(budget.host_bytes)
+    yield lp.bytes_in(NVME), float(budget.nvme_bytes)
 
 
-def _limits(all_areas: Sequence[Areas], profile: HardwareProfile) -> Iterator[tuple[dict[str, float], int]]:
-    """Sums of resources that a window limits, as factor by resource; 0 is the whole period, 1 and 2 its windows."""
+def _limits(
+    costs: LayerAreas, all_areas: Sequence[Areas], profile: HardwareProfile, turn: int
+) -> Iterator[tuple[dict[str, float], tuple[float, float, float]]]:
+    """Sums of resources that a window limits, as factor by resource, and which of the VARIABLES that is."""
     names = sorted({name for areas in all_areas for name in areas})
     slower = profile.gpu.copy_slowdown.value
+    limited = {"": (-1.0, 0.0, 0.0), FORWARD: (0.0, -1.0, 0.0), BACKWARD: (0.0, 0.0, -1.0)}
     for name in names:
-        limited = 1 if name.startswith(FORWARD) else 2 if name.startswith(BACKWARD) else 0
-        yield {name: 1.0}, limited
-    yield {OPTIMIZER: 1.0, MIDDLE: 1.0}, 0
-    for limited, window in enumerate(("", FORWARD, BACKWARD)):
+        yield {name: 1.0}, limited[next((window for window in (FORWARD, BACKWARD) if name.startswith(window)), "")]
+    if turn == costs.model.head:  # whose update may run before the last block's backward
+        yield {OPTIMIZER: 1.0, MIDDLE: 1.0}, limited[""]
+    for window, by in limited.items():
         for link in (H2D, D2H):
             if slower and window + GPU in names and window + link in names:
-                yield {window + GPU: 1.0, window + link: slower / (1.0 + slower)}, limited
-
-
-def _in_window(areas: Areas, window: str) -> Areas:
-    """What is busy in a window is busy in the step."""
-    return {**areas, **_only_in(areas, window)}
-
-
-def _only_in(areas: Areas, window: str) -> Areas:
-    return {window + name: ns for name, ns in areas.items()}
+                yield {window + GPU: 1.0, window + link: slower / (1.0 + slower)}, by
+    # one after another; with clipping BACKWARD begins with the first turn
+    yield {} if costs.workload.grad_clip is not None else {MIDDLE: 1.0}, (-1.0, 1.0, 1.0)
 
 
 def _weighed(areas: Areas, parts: Mapping[str, float]) -> float:
     return sum(areas.get(name, 0.0) * factor for name, factor in parts.items())
 
 
-def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nvme: bool) -> None:
+def _place(lp: PlacementProgram, costs: LayerAreas, i: int, n: int, turn: int, *, has_nvme: bool) -> None:
     """The choices for `n` layers like layer i. What the op at the turn touches is among what is always there."""
     block, passes = costs.model.is_block(i), costs.workload.accumulation
     windows, clips = passes == 1, costs.workload.grad_clip is not None
-    weight, state = (n * costs.nbytes(t, i) for t in ("w", "o"))
+    # whether it is known when a drive is used: the head's update may run before the last block's backward
+    timed = not clips and (turn == costs.model.head or i != costs.model.head)
+    weight, state = (n * costs.nbytes(t, i) for t in (WEIGHT, STATE))
     if block:
-        saved = n * costs.nbytes("s", i)
-        beside = saved if i != turn else 0.0
-        keep = lp.column(device=beside if windows else 0.0, device_first=beside, label="activations kept", nbytes=saved)
-        leave, come = (costs.copy("s", i, kind, n * passes) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
-        twice = costs.compute(i, Phase.RECOMPUTE, n * passes)
-        if windows:
-            leave, come, twice = (
-                _in_window(leave, FORWARD), _in_window(come, BACKWARD), _in_window(twice, BACKWARD)
-            )  # fmt: skip
-        away = lp.column(together(leave, come), host=saved, label="activations on host", nbytes=saved)
-        again = lp.column(twice, label="activations recomputed", nbytes=saved)
-        made = [away, again]
-        if has_nvme:
-            on_drive = together(leave, come, costs.drive("s", i, n * passes))
-            made.append(lp.column(on_drive, nvme=saved, label="activations on NVMe", nbytes=saved))
-        lp.exactly.append(({keep: 1, **dict.fromkeys(made, 1)}, 1.0))
-        if clips and not windows:
-            # what is not kept from its forward on is made again or comes back after the first turn, or is there by then
-            there_first = n * costs.nbytes("s", i) * (passes - (i == turn))
-            for column, areas in zip(made, (come, twice, come), strict=False):
-                after, by_then = lp.column(_only_in(areas, BACKWARD)), lp.column(device_first=there_first)
-                lp.exactly.append(({column: 1, after: -1, by_then: -1}, 0.0))
+        activations = _activations(lp, costs, i, n, turn, has_nvme=has_nvme)
     held = 0.0 if i == turn else weight
-    retained = lp.column(device=held, device_first=held, label="weights on device", nbytes=weight)
-    elsewhere = lp.column(host=weight, label="weights on host", nbytes=weight)
-    places = {retained: 1.0, elsewhere: 1.0}
-    reload = {elsewhere: 1.0}
+    at_turn = {DEVICE: held, DEVICE_FIRST: held} if windows else {DEVICE: held}
+    retained = lp.column(None, at_turn, label="weights on device", nbytes=weight)
+    elsewhere = lp.column(None, {HOST: weight}, label="weights on host", nbytes=weight)
+    places = [retained, elsewhere]
     if has_nvme:
-        drive = lp.column(costs.drive("w", i, n), nvme=weight, drive_end=weight, label="weights on NVMe", nbytes=weight)
-        places[drive] = reload[drive] = 1.0
-    lp.exactly.append((places, 1.0))
+        there = {NVME: weight, DRIVE_END: weight, OFF_BOTH: held}
+        areas = {} if timed and i != turn else costs.drive(WEIGHT, i, n)
+        drive = lp.column(areas, there, label="weights on NVMe", nbytes=weight)
+        places.append(drive)
+        if timed and i != turn:
+            drive_windows.of_weights(lp, costs, i, n, drive)
+    lp.exactly.append((dict.fromkeys(places, 1.0), 1.0))
+    reload = dict.fromkeys(places[1:], 1.0)
     on_device, on_cpu = (costs.update(i, tier, n) for tier in (Tier.DEVICE, Tier.HOST))
     if clips:
-        on_device, on_cpu = (_in_window(areas, FORWARD) for areas in (on_device, on_cpu))
-    resident = lp.column(
-        on_device,
-        device=state,
-        device_first=state,
-        device_last=state,
-        device_between=state,
-        device_end=state,
-        label="state on device",
-        nbytes=state,
-    )
+        on_device, on_cpu = (in_window(areas, FORWARD) for areas in (on_device, on_cpu))
+    always = (DEVICE, DEVICE_FIRST, DEVICE_LAST, DEVICE_AMID, DEVICE_BETWEEN, DEVICE_END)
+    resident = lp.column(on_device, dict.fromkeys(always, state), label="state on device", nbytes=state)
     through = lp.column(together(on_device, costs.round_trip(i, n)), label="state through device", nbytes=state)
-    landed = together(on_cpu, costs.copy("g", i, Kind.OFFLOAD, n))
+    landed = together(on_cpu, costs.copy(GRAD, i, Kind.OFFLOAD, n))
     cpu = lp.column(landed, label="state on CPU", nbytes=state)
     lp.exactly.append(({resident: 1, through: 1, cpu: 1}, 1.0))
     if block and costs.workload.multiplies_to_update:
-        lp.at_most.append(({cpu: 1}, 0.0))
+        lp.no_more([cpu], than=[])
     # at the turns; it may be on the device, having come back, or to be fetched from there by the CPU
-    in_host, there = lp.column(host=state), lp.column(device=state, device_first=state)
+    in_host, there_too = lp.column(None, {HOST: state}), lp.column(None, {DEVICE: state, DEVICE_FIRST: state})
     fetched = lp.column(costs.round_trip(i, n))
-    lp.at_most.append(({there: 1, through: -1, fetched: -1}, 0.0))
-    kept_state = {through: 1.0, cpu: 1.0, in_host: -1.0, there: -1.0}
+    lp.no_more([there_too], than=[through, fetched])
+    kept_state = {through: 1.0, cpu: 1.0, in_host: -1.0, there_too: -1.0}
     if has_nvme:
-        state_there = lp.column(costs.drive("o", i, n), nvme=state, drive_end=state)
+        state_there = lp.column(costs.drive(STATE, i, n), {NVME: state, DRIVE_END: state, OFF_BOTH: state})
         kept_state[state_there] = -1.0
         if clips:  # others go there for the end of the last backward
-            more = {cls: lp.column(costs.drive(cls, i, n), drive_end=n * costs.nbytes(cls, i)) for cls in "wog"}
-            lp.at_most += [({drive: 1, more["w"]: 1}, 1.0), ({state_there: 1, more["o"]: 1}, 1.0)]
+            more = {
+                cls: lp.column(costs.drive(cls, i, n), {DRIVE_END: n * costs.nbytes(cls, i)})
+                for cls in (WEIGHT, STATE, GRAD)
+            }
+            lp.at_most += [({drive: 1, more[WEIGHT]: 1}, 1.0), ({state_there: 1, more[STATE]: 1}, 1.0)]
+        if timed:
+            drive_windows.of_states(lp, costs, i, n, state_there)
     lp.exactly.append((kept_state, 0.0))
     if clips:
-        _after_the_norm(lp, costs, i, n, resident=resident, through=through, there=there)
+        _after_the_norm(lp, costs, i, n, resident=resident, through=through, there=there_too)
     # what the device has made is sent to the host if it is gone between the steps, or at the turn
-    between = lp.column(device_between=0.0 if i == costs.model.embed else weight)
-    sent = lp.column(costs.copy("w", i, Kind.OFFLOAD, n))
+    between = lp.column(None, {} if i == costs.model.embed else {DEVICE_BETWEEN: weight})
+    sent = lp.column(costs.copy(WEIGHT, i, Kind.OFFLOAD, n))
     for there_then in (between, retained):
         lp.at_most.append(({cpu: -1, there_then: -1, sent: -1}, -1.0))
     # they come once for the forward if the CPU has made them or they are gone between the steps
-    load = costs.copy("w", i, Kind.PREFETCH, n)
-    once = lp.column(_in_window(load, FORWARD) if clips else load)
-    lp.at_most += [({cpu: 1, once: -1}, 0.0), ({between: -1, once: -1}, -1.0)]
-    if block:  # once more if they are gone at the turn
-        if i == turn:
-            return
+    load = costs.copy(WEIGHT, i, Kind.PREFETCH, n)
+    once = lp.column(in_window(load, FORWARD) if clips else load)
+    lp.no_more([cpu], than=[once])
+    lp.at_most.append(({between: -1, once: -1}, -1.0))
+    if not block:
+        lp.at_most.append(({**reload, once: -1}, 0.0))
+    elif i != turn:  # once more if they are gone at the turn
         # in units of one load in each of the micro-batches' backwards
-        loads = costs.copy("w", i, Kind.PREFETCH, n * passes)
-        returned = lp.column(_in_window(loads, BACKWARD) if windows or clips else loads)
+        loads = costs.copy(WEIGHT, i, Kind.PREFETCH, n * passes)
+        returned = lp.column(in_window(loads, BACKWARD) if windows or clips else loads)
         lp.at_most.append(({**reload, returned: -passes}, 0.0))
         if passes > 1:
-            _in_turns(lp, costs, i, n, keep=keep, retained=retained, returned=returned)
-            if turn == costs.model.head:
-                _between_losses(lp, costs, i, n, keep=keep)
-    else:
-        lp.at_most.append(({**reload, once: -1}, 0.0))
+            lp.at_most.append(({lp.column(None, {DEVICE_FIRST: weight}): -1, returned: -passes}, -1.0))
+            turns.at_turns(lp, costs, i, n, activations, retained=retained, returned=returned)
+            turns.first_and_last(lp, costs, i, n, activations)
+
+
+def _activations(
+    lp: PlacementProgram, costs: LayerAreas, i: int, n: int, turn: int, *, has_nvme: bool
+) -> turns.Activations:
+    """What may become of what `n` blocks like block i keep for their backward."""
+    passes, saved = costs.workload.accumulation, n * costs.nbytes(SAVED, i)
+    windows, clips = passes == 1, costs.workload.grad_clip is not None
+    beside = {DEVICE: saved, DEVICE_FIRST: saved, BOTH_FIRST: saved, BOTH_LAST: saved}
+    keep = lp.column(None, beside if windows and i != turn else {}, label="activations kept", nbytes=saved)
+    leave, come = (costs.copy(SAVED, i, kind, n * passes) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
+    twice = costs.compute(i, Phase.RECOMPUTE, n * passes)
+    if windows:
+        leave, come, twice = in_window(leave, FORWARD), in_window(come, BACKWARD), in_window(twice, BACKWARD)
+    alone = windows or i == turn  # elsewhere as many take room as are in flight
+    in_both = {BOTH_FIRST: saved, BOTH_LAST: saved} if windows and i != turn else {}
+    in_host = {HOST: saved, **in_both} if alone else {}
+    away = lp.column(together(leave, come), in_host, label="activations on host", nbytes=saved)
+    again = lp.column(twice, label="activations recomputed", nbytes=saved)
+    on_drive = None
+    if has_nvme:
+        further = together(leave, come, costs.drive(SAVED, i, n * passes))
+        on_drive = lp.column(further, {NVME: saved} if alone else {}, label="activations on NVMe", nbytes=saved)
+    found = turns.Activations(kept=keep, away=away, on_drive=on_drive, again=again)
+    lp.exactly.append((dict.fromkeys([*found.stored, again], 1.0), 1.0))
+    if clips and not windows:
+        # what is not kept from its forward on is made again or comes back after the first turn, or is there by then
+        there_first = n * costs.nbytes(SAVED, i) * (passes - (i == turn))
+        for column, areas in ((away, come), (again, twice), *([(on_drive, come)] if on_drive is not None else [])):
+            after, by_then = lp.column(only_in(areas, BACKWARD)), lp.column(None, {DEVICE_FIRST: there_first})
+            lp.all_of([after, by_then], of=column)
+    return found
 
 
 def _after_the_norm(
-    lp: _Program, costs: LayerAreas, i: int, n: int, *, resident: int, through: int, there: int
+    lp: PlacementProgram, costs: LayerAreas, i: int, n: int, *, resident: int, through: int, there: int
 ) -> None:
     """What of these layers has to move between the last backward and the first turn, since their updates do not begin
     before and are made by then."""
     state, grad = (n * costs.nbytes(cls, i) for cls in (STATE, GRAD))
-    come, leave = (_only_in(costs.copy(STATE, i, kind, n), FORWARD) for kind in (Kind.PREFETCH, Kind.OFFLOAD))
-    early, late = lp.column(device_end=state), lp.column(come)
-    lp.exactly.append(({through: 1, early: -1, late: -1}, 0.0))
-    gone, stays = lp.column(leave), lp.column(device_first=state)
-    lp.at_most.append(({through: 1, gone: -1, stays: -1, there: -1}, 0.0))
-    back = _in_window(costs.copy(GRAD, i, Kind.PREFETCH, n), FORWARD)
+    come, leave = (only_in(costs.copy(STATE, i, kind, n), FORWARD) for kind in (Kind.PREFETCH, Kind.OFFLOAD))
+    lp.all_of([lp.column(None, {DEVICE_END: state}), lp.column(come)], of=through)
+    lp.no_more([through], than=[lp.column(leave), lp.column(None, {DEVICE_FIRST: state}), there])
+    back = in_window(costs.copy(GRAD, i, Kind.PREFETCH, n), FORWARD)
     returns = lp.column(together(costs.copy(GRAD, i, Kind.OFFLOAD, n), back))
-    lp.exactly.append(({resident: 1, through: 1, lp.column(device_end=grad): -1, returns: -1}, 0.0))
-
-
-def _in_turns(lp: _Program, costs: LayerAreas, i: int, n: int, *, keep: int, retained: int, returned: int) -> None:
-    """What several micro-batches need at their turns, see above: all in fractions of them, loads and sends too."""
-    a = costs.workload.accumulation
-    saved, summed = n * costs.nbytes("s", i), n * costs.nbytes("g", i)
-    flying = lp.column(device=saved * a)  # f / a
-    held = lp.column()  # kept, with weights that are there
-    lp.at_most += [({held: 1, keep: -1}, 0.0), ({held: 1, retained: -1}, 0.0), ({keep: 1, flying: -a}, 0.0)]
-    sum_there, sum_away, before = lp.column(device=summed), lp.column(), lp.column()
-    sent = lp.column(costs.copy("g", i, Kind.OFFLOAD, n * a))
-    lp.at_most.append(({keep: 1, before: -1, sum_there: -1, sum_away: -1}, 0.0))
-    for t in _powers_up_to(a):
-        # loads: half of k'^2 / L + k', k' being what is kept and not held
-        lp.at_most.append(({keep: t + 0.5, held: 0.5 - t, returned: -(t**2) / 2, flying: -a}, 0.0))
-        lp.at_most.append(({keep: 1, before: t - 0.5, flying: -a}, t**2 / (2 * a)))
-        lp.at_most.append(({sum_away: t + 0.5, sent: -(t**2) / 2, flying: -a}, 0.0))
-
-
-def _between_losses(lp: _Program, costs: LayerAreas, i: int, n: int, *, keep: int) -> None:
-    """What the GPU does of these layers between the first loss and the last, when the CPU updates nothing."""
-    a, saved = costs.workload.accumulation, n * costs.nbytes("s", i)
-    forward, backward = (costs.compute(i, phase, n * a).get(GPU, 0.0) for phase in (Phase.FORWARD, Phase.BACKWARD))
-    lasting = lp.column(device_last=saved * a)  # kept, and in flight at the last turn, and so at the first
-    ran = lp.column({MIDDLE: forward + backward})
-    lp.exactly.append(({ran: 1, lasting: 1, keep: -1}, 0.0))
-
-
-def _powers_up_to(limit: int) -> list[float]:
-    """From 1 to the limit, each the last one's double or less."""
-    return [*(2.0**k for k in range(math.ceil(math.log2(limit)))), float(limit)]
+    lp.exactly.append(({resident: 1, through: 1, lp.column(None, {DEVICE_END: grad}): -1, returns: -1}, 0.0))
 
 
 def _at_turn(costs: LayerAreas, turn: int) -> float:
     """Bytes that every schedule has on the device in the op at the turn."""
     classes = (WEIGHT, GRAD, SAVED) if costs.model.is_block(turn) else (WEIGHT, GRAD)
     return sum(costs.nbytes(cls, turn) for cls in classes) + hidden_bytes(costs.model, costs.workload)
-
-
-def _between_steps(costs: LayerAreas) -> float:
-    """Bytes that every schedule has there in the op that begins a step."""
-    return costs.nbytes(WEIGHT, costs.model.embed) + hidden_bytes(costs.model, costs.workload)
 
 
 def _workspace(costs: LayerAreas, profile: HardwareProfile) -> float:
@@ -461,7 +433,7 @@ def _alike(model: ModelSpec, turn: int) -> list[Sequence[int]]:
     return list(groups.values())
 
 
-def _placed(lp: _Program, shares: Sequence[float]) -> dict[str, float]:
+def _placed(lp: PlacementProgram, shares: Sequence[float]) -> dict[str, float]:
     totals: dict[str, float] = {}
     parts: dict[str, float] = {}
     for (label, nbytes), share in zip(lp.labels, shares, strict=True):
@@ -470,13 +442,6 @@ def _placed(lp: _Program, shares: Sequence[float]) -> dict[str, float]:
             totals[group] = totals.get(group, 0.0) + nbytes * share
             parts[label] = parts.get(label, 0.0) + nbytes * share
     return {label: part / totals[label.split()[0]] for label, part in parts.items() if totals[label.split()[0]]}
-
-
-def _row(terms: Mapping[int, float], columns: int) -> np.ndarray:
-    row = np.zeros(columns + 3)
-    for column, factor in terms.items():
-        row[column] += factor
-    return row
 
 
 def _add(total: Counter[str], areas: Areas, times: float = 1.0) -> None:

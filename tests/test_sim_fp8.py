@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from small_steps import machine, shallow
 from strategies import round_profile
-from test_sim_plan import machine, shallow
 from timed_profile import timed
 
 from schedules import policies, presets

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from small_steps import machine, period_if_it_fits, shallow, state_bytes, step
 from strategies import MODEL, round_profile
-from test_sim_plan import machine, period_if_it_fits, shallow, state_bytes, step
 from timed_profile import timed
 
 from schedules import policies, presets

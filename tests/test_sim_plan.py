@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import pickle
-import random
 import re
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-import scipy.optimize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import round_profile
-from timed_profile import timed
+from small_steps import MACHINES, machine, period_if_it_fits, shallow, state_bytes, step
 
 import sim.candidate
 import sim.search
@@ -24,344 +20,22 @@ from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.op import Phase, Stream, Tier
-from schedules.program import Program
 from schedules.saved import hidden_bytes, saved_bytes
-from schedules.schedule import Knob, Schedule
-from schedules.sizes import tensor_bytes
-from schedules.tensor import parts
+from schedules.schedule import Knob
 from schedules.verify import ScheduleError, verify
-from schedules.workload import RECOMPUTED, MemoryBudget, Workload
-from schedules.workspace import workspace_bytes
+from schedules.workload import MemoryBudget, Workload
 from sim import hardware, whatif
 from sim.candidate import DRIVE_GAIN, Case, judges
-from sim.cost import LONGEST_NS, MissingCost, TooLong, demands
-from sim.machine import HardwareProfile, Measured
-from sim.placement_bound import SOLVED_TO, NoPlacement, PlacementBound, placement_bound
+from sim.cost import LONGEST_NS, MissingCost, TooLong
+from sim.machine import HardwareProfile
+from sim.placement_bound import PlacementBound
 from sim.plan import Plan, bound_of_any_split, bound_of_these_micro_batches, plan
-from sim.prediction import memory_of, peak_bytes, predict, shortage
+from sim.prediction import memory_of, peak_bytes, predict
 from sim.room import Room
 from sim.search import EFFORT, LONG, PART, NothingFits, Search
-from sim.signature import timed as timed_ops
 from sim.splits import by_bound, splits, worth_searching
 
 ROOMY = MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40, nvme_bytes=1 << 40)
-MACHINES = ("h200", "gh200", "a100-pcie", "rtx4090")
-
-
-def shallow(blocks: int, name: str = "qwen2.5-7b") -> ModelSpec:
-    """A real model's layers, few of them and with a small vocabulary: real costs, quickly built."""
-    return replace(presets.load(name), num_hidden_layers=blocks, vocab_size=8192)
-
-
-def state_bytes(model: ModelSpec, per_param: int = 12) -> int:
-    return model.total_params * per_param
-
-
-def machine(name: str, *, device_gb: float, host_gb: float) -> HardwareProfile:
-    return hardware.override(hardware.load(name), [f"gpu.memory={device_gb:.3f}GB", f"host.memory={host_gb:.3f}GB"])
-
-
-def step(batch: int, seq: int = 512, accumulation: int = 1, **more: Any) -> Workload:
-    return Workload(micro_batch_size=batch, seq_len=seq, accumulation=accumulation, **more)
-
-
-def period_if_it_fits(schedule: Schedule, profile: HardwareProfile) -> float | None:
-    """What has no room is told without being simulated, which takes long."""
-    return None if shortage(schedule, profile, memory_of(profile)) else predict(schedule, profile).period_ns
-
-
-# ---- the bound
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize(
-    "workload",
-    [step(1), step(16), step(2, accumulation=3), step(4, precision="fp32"), step(1, accumulation=2, grad_clip=1.0)],
-)
-def test_no_exact_policy_is_faster_than_the_bound(name: str, workload: Workload) -> None:
-    model = shallow(4)
-    held = state_bytes(model) / 1e9
-    simulated = 0
-    for profile in (hardware.load(name), machine(name, device_gb=0.7 * held, host_gb=3 * held)):
-        limit = functools.cache(functools.partial(placement_bound, model, profile=profile))  # most have one step
-        for policy in policies.comparable():
-            schedule = policies.build(policy, model, workload, memory_of(profile))
-            if schedule.allocated_bytes(Tier.NVME) and profile.nvme is None:
-                continue
-            if schedule.staleness == 0 and (period := period_if_it_fits(schedule, profile)) is not None:
-                simulated += 1
-                assert period >= limit(schedule.workload).period_ns, policy
-    assert simulated >= 15
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("seed", range(24))
-def test_no_order_of_micro_batches_is_faster_than_the_bound(seed: int) -> None:
-    """With memory so short that micro-batches must share loads, or be recomputed, or go away."""
-    chance = random.Random(seed)
-    blocks, model = 4, shallow(4)
-    batch, accumulation = chance.choice([1, 4, 16]), chance.choice([2, 3, 8])
-    workload = step(batch, accumulation=accumulation, recompute=RECOMPUTED[seed % len(RECOMPUTED)])
-    workload = replace(workload, grad_clip=[None, 1.0][seed // 2 % 2])
-    name, device = chance.choice(MACHINES), chance.uniform(0.3, 2.0) * state_bytes(model) / 1e9 + 1.0
-    profile = hardware.override(hardware.load(name), [f"gpu.memory={device:.3f}GB"])
-    limit = placement_bound(model, workload, profile)
-    for singly, order, hold in itertools.product((0, 2, blocks), ("layers", "microbatches"), (0, 2)):
-        knobs: dict[str, Knob] = {"singly": singly, "order": order, "hold": hold, "offload": chance.randint(0, blocks)}
-        knobs |= {"resident": chance.choice([0, 0, 2]), "parts": chance.choice([1, 4])}
-        knobs |= {"through": blocks if seed % 3 == 0 and order == "layers" else 0}
-        schedule = policies.build("streamed", model, workload, memory_of(profile), **knobs)
-        period = period_if_it_fits(schedule, profile)
-        assert period is None or period >= limit.period_ns, knobs
-
-
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_bound_of_a_long_step_that_fits_the_device_is_its_compute(clip: float | None) -> None:
-    model, workload, profile = shallow(3), step(64, seq=2048, grad_clip=clip), hardware.load("h200")
-    whole = predict(policies.build("resident", model, workload, memory_of(profile)), profile)
-    limit = placement_bound(model, workload, profile)
-    assert limit.binding == "gpu"
-    # left out: issuing, and the update on the device, which the CPU could do meanwhile
-    assert 0.97 * whole.period_ns < limit.period_ns <= whole.period_ns
-
-
-def test_less_memory_never_lowers_the_bound() -> None:
-    model, workload = shallow(4), step(8)
-    held = state_bytes(model) / 1e9
-    found = [
-        placement_bound(model, workload, machine("rtx4090", device_gb=share * held, host_gb=2 * held)).period_ns
-        for share in (2.0, 1.0, 0.7, 0.5)
-    ]
-    assert found == sorted(found) and found[0] < found[-1]
-
-
-def test_what_the_solver_is_off_by_is_taken_off_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this program it finds a period that is too long by a part in 10^8, and the true one if it must be exact."""
-    settings = ["gpu.memory=9.1GB", "host.memory=60.1GB", "gpu.matmul_flops=3250TFLOP/s"]
-    profile = hardware.override(hardware.load("gb300"), settings)
-    model = replace(presets.load("qwen2.5-7b"), num_hidden_layers=5)
-
-    def found() -> float:
-        return placement_bound(model, step(1, seq=2048, accumulation=2), profile).period_ns
-
-    usual, linprog = found(), scipy.optimize.linprog
-    exact = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
-    monkeypatch.setattr(scipy.optimize, "linprog", functools.partial(linprog, options=exact))
-    assert usual < found() / (1.0 - SOLVED_TO) < usual * 1.000001
-
-
-@pytest.mark.parametrize(
-    ("device_gb", "host_gb", "workload", "period_ms", "binding"),
-    [
-        (20, 30, step(1), 17.3574, "optimizer"),
-        (8, 30, step(16), 128.8577, "optimizer"),
-        (6, 30, step(4, accumulation=4), 127.0040, "gpu"),
-        (6, 30, step(16, accumulation=8), 911.3824, "gpu"),
-        (7, 30, step(32, accumulation=2), 490.4238, "gpu"),
-        (5, 30, step(1, accumulation=32), 235.1765, "gpu"),
-        (4, 9, step(4, accumulation=16), 453.1111, "gpu"),
-        # what leaves does so beside the forward, and comes beside the backward
-        (6, 30, step(8, seq=4096, recompute="mlp"), 557.9409, "gpu"),
-        (12, 30, step(64), 497.6588, "gpu"),
-        (4, 6, step(4), 549.4522, "nvme.write"),
-        (40, 60, step(16), 114.9501, "optimizer"),
-        (3, 30, step(1, precision="bf16_8bit"), 33.5300, "link.duplex"),
-        (12, 2, step(64, recompute="mlp"), 521.2225, "nvme.write"),
-        (5, 1, step(64, accumulation=8, recompute="mlp"), 4208.5694, "nvme.write"),  # with weights on the drive
-        # all updates follow the last backward
-        (8, 30, step(16, grad_clip=1.0), 144.7525, "gpu"),
-        (6, 30, step(4, accumulation=4, grad_clip=1.0), 134.8202, "link.duplex"),
-        (40, 60, step(16, grad_clip=1.0), 115.2676, "gpu"),
-        (3, 30, step(4, optimizer="muon", accumulation=32, grad_clip=1.0), 1088.4999, "gpu"),
-    ],
-)
-def test_the_bound_is_what_it_was(
-    device_gb: float, host_gb: float, workload: Workload, period_ms: float, binding: str
-) -> None:
-    """A bound that is too low no schedule contradicts, and few one that is too high; here it would show.
-
-    The numbers go with the costs of ops.
-    """
-    profile = round_profile(f"gpu.memory={device_gb}GB", f"host.memory={host_gb}GB", "nvme.capacity=1TB")
-    found = placement_bound(shallow(4), workload, profile)
-    assert (found.period_ns / 1e6, found.binding) == (pytest.approx(period_ms, rel=1e-5), binding)
-    for what in ("weights", "state", "activations"):
-        shares = [share for label, share in found.placed.items() if label.startswith(what)]
-        assert sum(shares) == pytest.approx(1.0) and min(shares) >= -1e-9
-
-
-@pytest.mark.parametrize(
-    ("clip", "period_ms", "binding"), [(None, 2381.5375, "optimizer"), (1.0, 2961.4083, "link.duplex")]
-)
-def test_with_clipping_states_without_room_come_after_the_last_backward(
-    clip: float | None, period_ms: float, binding: str
-) -> None:
-    """A mixture's states: many bytes for little that is computed beside them."""
-    large = presets.load("gpt-oss-120b")
-    model = replace(large, num_hidden_layers=6, layer_types=large.layer_types[:6], vocab_size=8192)
-    profile = round_profile("gpu.memory=32GB", "host.memory=250GB", "host.memory_bandwidth=200GB/s")
-    found = placement_bound(model, step(16, accumulation=8, grad_clip=clip), profile)
-    assert (found.period_ns / 1e6, found.binding) == (pytest.approx(period_ms, rel=1e-5), binding)
-
-
-def test_a_quick_drive_takes_activations_too() -> None:
-    drive = ("nvme.capacity=1TB", "nvme.read=40GB/s", "nvme.write=40GB/s")
-    profile = round_profile("gpu.memory=4GB", "host.memory=1GB", *drive)
-    found = placement_bound(shallow(4), step(16, accumulation=16), profile)
-    assert found.period_ns / 1e6 == pytest.approx(1938.6204, rel=1e-5)
-    assert found.placed["activations on NVMe"] > 0.01 and found.placed["weights on NVMe"] > 0.1
-
-
-def test_weights_that_the_device_updates_and_has_no_room_for_leave_it_and_come_again() -> None:
-    """Beside the last block's backward there is room for nothing, between the steps for two blocks' weights."""
-    model, workload, last = shallow(4), step(1), 3
-    at_once = sum(tensor_bytes(f"{cls}.{last}", model, workload) for cls in "wg") + saved_bytes(model, last, workload)
-    at_once += hidden_bytes(model, workload) + max(
-        workspace_bytes(model, i, phase, workload) for i, phase in ((last, Phase.BACKWARD), (model.head, Phase.LOSS))
-    )
-    slow = "host.adam_params_per_s=0.001Gparams/s"
-    limit = placement_bound(model, workload, round_profile(f"gpu.memory={at_once + 1}bytes", slow))
-    assert limit.placed["state through device"] > 0.999
-    states = state_bytes(model, 8)
-    others = sum(tensor_bytes(f"w.{model.layer_name(i)}", model, workload) for i in model.layers if i != last)
-    assert limit.areas_ns["link.d2h"] == pytest.approx((states + others) / 40, rel=1e-3)
-    block = tensor_bytes("w.0", model, workload)
-    assert limit.areas_ns["link.h2d"] > (states + 3 * block + 2 * block) / 50  # three at the turn, two for the forward
-
-
-def test_a_block_larger_than_the_head_needs_room_for_its_own_backward() -> None:
-    """Weights and gradient of a mixture's block are there then, and its activations; the loss would need far less."""
-    large = presets.load("gpt-oss-120b")
-    model = replace(large, num_hidden_layers=2, layer_types=large.layer_types[:2])
-    workload = step(1)
-    at_once = 2 * tensor_bytes("w.1", model, workload) + saved_bytes(model, 1, workload)
-    assert at_once > 10 * tensor_bytes("w.head", model, workload)
-
-    def bound_with(device_gb: float) -> PlacementBound:
-        return placement_bound(model, workload, machine("h200", device_gb=device_gb, host_gb=1000))
-
-    with pytest.raises(NoPlacement):
-        bound_with(0.99 * at_once / 1e9)
-    ample, short = (bound_with(at_once / 1e9 + more).placed for more in (100, 8))
-    assert ample["state on device"] > short["state on device"] > 0.0
-
-
-@pytest.mark.parametrize("seed", range(36))
-def test_nothing_random_is_below_the_bound_or_fits_where_it_says_that_nothing_does(seed: int) -> None:
-    """Blocks larger than the head and smaller ones, and a small one before large ones, in little memory."""
-    chance = random.Random(seed)
-    blocks, large = chance.choice([1, 2, 4]), presets.load("gpt-oss-120b")
-    mixture = replace(large, num_hidden_layers=blocks, layer_types=large.layer_types[:blocks], num_experts=16)
-    first_dense = replace(presets.load("glm-4.5-air"), num_hidden_layers=blocks, num_experts=16)
-    model = chance.choice([shallow(blocks), replace(mixture, vocab_size=8192), replace(first_dense, vocab_size=8192)])
-    workload = step(chance.choice([1, 16, 64]), accumulation=chance.choice([1, 2, 8]))
-    workload = replace(workload, grad_clip=[None, 1.0][seed % 2])
-    held = state_bytes(model) / 1e9
-    device, host = chance.uniform(0.2, 1.5) * held + 0.5, chance.uniform(0.3, 2.0) * held
-    profile = machine(chance.choice(MACHINES), device_gb=device, host_gb=host)
-    try:
-        least = placement_bound(model, workload, profile).period_ns
-    except NoPlacement:
-        least = math.inf
-    for _ in range(6):
-        parts = chance.choice([1, 2, 4])
-        counts = ("offload", "inputs", "resident", "through", "defer", "hold")
-        knobs: dict[str, Knob] = {name: chance.choice([0, 0, chance.randint(1, blocks)]) for name in counts}
-        knobs |= {name: chance.choice([1, 2]) for name in ("slots", "grad_slots", "slabs", "every")}
-        knobs |= {"parts": parts, "stay": chance.choice([0, chance.randint(1, blocks * parts)])}
-        if profile.nvme is not None:
-            knobs |= {"nvme": chance.randint(0, blocks * parts), "nvme_offload": chance.choice([0, blocks])}
-        schedule = policies.build("streamed", model, workload, memory_of(profile), **knobs)
-        period = period_if_it_fits(schedule, profile)
-        assert period is None or period >= least, knobs
-
-
-def test_state_that_lies_on_nvme_is_counted_where_it_is_updated_and_once() -> None:
-    model, profile = shallow(4), hardware.load("h200")
-    host = 0.2 * state_bytes(model)
-    budget = MemoryBudget(device_bytes=6 * 10**9, host_bytes=round(host), nvme_bytes=10**12)
-    placed = placement_bound(model, step(4), profile, budget).placed
-    state = {label: share for label, share in placed.items() if label.startswith("state")}
-    assert state.keys() == {"state on device", "state through device", "state on CPU"}
-    assert state["state on CPU"] * state_bytes(model, 10) > host  # so some of it is on NVMe
-    assert sum(state.values()) == pytest.approx(1.0)
-
-
-def test_state_that_is_on_the_device_may_be_updated_on_the_cpu() -> None:
-    """A host with room for one layer's state at a time, beside a device whose memory is slow."""
-    model, workload = shallow(4), step(1)
-    p = Program(model, workload)
-    state, grad = p.buffer("state", Tier.HOST), p.buffer("grad", Tier.HOST)
-    for i in model.layers:
-        p.keep_on_device(p.weight(i), p.grad(i), p.state(i))
-    for i in model.layers[:-1]:
-        p.forward(i)
-    p.loss()
-    for i in reversed(model.layers[:-1]):
-        p.backward(i)
-    for i in model.layers:
-        p.offload(p.grad(i), out_of=p.home(p.grad(i)), into=grad)
-        p.offload(p.state(i), out_of=p.home(p.state(i)), into=state)
-        p.offload(p.weight(i), out_of=p.home(p.weight(i)), into=p.buffer("weight", Tier.HOST))
-        p.update(i, grad=(grad, p.grad(i)), weights="weight", state=state)
-        p.prefetch(p.state(i), out_of=state, into=p.home(p.state(i)))
-        p.prefetch(p.weight(i), out_of="weight", into=p.home(p.weight(i)))
-    schedule = p.build(policy="by hand")
-    verify(schedule)
-    rates = ("gpu.memory_bandwidth=20GB/s", "links.h2d.bandwidth=200GB/s", "links.d2h.bandwidth=200GB/s")
-    profile = round_profile(*rates, "links.duplex=400GB/s", "host.memory_bandwidth=400GB/s")
-    peak = peak_bytes(schedule, profile)
-    budget = MemoryBudget(device_bytes=peak[Tier.DEVICE], host_bytes=peak[Tier.HOST])
-    limit = placement_bound(model, workload, profile, budget)
-    assert predict(schedule, profile).period_ns >= limit.period_ns
-    assert limit.placed["state on CPU"] > 0.9  # the device would take longer
-
-
-def test_a_state_may_be_updated_in_parts_that_were_measured_to_be_quicker() -> None:
-    model, workload = shallow(2), step(1)
-    p = Program(model, workload)
-    state = {i: parts(4) if model.is_block(i) else (None,) for i in model.layers}
-    for i in model.layers:
-        p.keep_on_device(p.weight(i), p.grad(i), *(p.state(i, part) for part in state[i]))
-    for i in model.layers[:-1]:
-        p.forward(i)
-    p.loss()
-    for i in reversed(model.layers[:-1]):
-        p.backward(i)
-    for i in model.layers:
-        for part in state[i]:
-            p.update(i, stream=Stream.COMPUTE, part=part)
-    schedule = p.build(policy="by hand")
-    verify(schedule)
-    profile = hardware.override(timed(model, [workload]), ["host.memory_bandwidth=60GB/s"])
-    assert profile.measured is not None and profile.measured.op_times is not None
-    table = profile.measured.op_times
-    cost = dict(zip(schedule.ops, demands(schedule, profile), strict=True))
-    quick = {key: 0.5 * cost[schedule.ops[at]].duration_ns for at, key in timed_ops(schedule).items() if "/1 of" in key}
-    # the device is slow at updates, the host is slower
-    slow = {key: ns * (100 if "/adam/device" in key else 1000) for key, ns in table.values.items() if "/adam/" in key}
-    values = table.values | slow | {key: 100 * ns for key, ns in quick.items()}
-    profile = replace(profile, measured=Measured(op_times=replace(table, values=values)))
-    limit = placement_bound(model, workload, profile)
-    assert 0.9 * predict(schedule, profile).period_ns < limit.period_ns <= predict(schedule, profile).period_ns
-
-
-def test_what_fits_no_tier_has_no_placement() -> None:
-    model = shallow(4)
-    tiny = replace(machine("h200", device_gb=1.0, host_gb=1.0), nvme=None)
-    with pytest.raises(NoPlacement, match="does not fit"):
-        placement_bound(model, step(1), tiny)
-
-
-def test_a_solver_that_fails_is_not_taken_for_a_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = scipy.optimize.OptimizeResult(success=False, status=4, message="Numerical difficulties encountered.")
-    monkeypatch.setattr(scipy.optimize, "linprog", lambda *args, **options: failed)
-    with pytest.raises(ArithmeticError, match="could not be solved: Numerical"):
-        placement_bound(shallow(4), step(1), machine("h200", device_gb=100, host_gb=100))
-
-
-# ---- the plan
 
 
 def searched(model: ModelSpec, profile: HardwareProfile, workload: Workload, effort: int = EFFORT) -> Plan:
