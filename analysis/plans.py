@@ -22,7 +22,7 @@ from schedules.op import Tier
 from schedules.schedule import Knob
 from schedules.workload import Workload
 from sim.machine import HardwareProfile
-from sim.plan import plan
+from sim.plan import bound_of_any_split, plan
 from sim.prediction import memory_of, predict, shortage
 from sim.splits import splits
 
@@ -185,6 +185,13 @@ def named_rates(model: ModelSpec, profile: HardwareProfile, whole: Workload, nam
             if tried is not None:
                 rates.setdefault(name, []).extend(tried)
     return {name: max(tried, default=math.nan) for name, tried in rates.items()}
+
+
+def bounded(row: Row, model: ModelSpec, profile: HardwareProfile) -> Row:
+    """A plan's row with the bound over all exact schedules as it is now."""
+    limit = bound_of_any_split(model, profile, seq_len=row.seq_len, tokens_per_step=row.tokens_per_step) / 1e9
+    more_work = (1.0 + row.more_work) * row.bound_s / limit - 1.0
+    return replace(row, bound_s=limit, gap=row.step_s / limit - 1.0, more_work=more_work)
 
 
 def beside(

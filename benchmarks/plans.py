@@ -1,12 +1,12 @@
 """Plans over many models and machines, beside every named policy and the bound: python benchmarks/plans.py
 
-    python benchmarks/plans.py [--out analysis/results/plans] [--again TEXT ...] [--named [POLICY ...]]
+    python benchmarks/plans.py [--out analysis/results/plans] [--again TEXT ...] [--named [POLICY ...]] [--bounds]
         [--brute-force 1000] [--more-memory]
 
 All predicted, from datasheet profiles. Writes plans.csv, the picture, the table and the point of a rival's planner.
 Each point is in plans.csv as soon as it is planned, with its date. With `--again` only points whose model or machine
 contains a TEXT are planned, the others are those of plans.csv. With `--named` all plans are those of plans.csv, and
-named policies alone are predicted again, all of them or these.
+named policies alone are predicted again, all of them or these; with `--bounds` the bound over all schedules is.
 `--brute-force N` plans N random small instances and compares each with the best of all its placements instead;
 `--more-memory` plans steps on machines that differ in their memory alone, and tells where more of it was slower.
 """
@@ -88,6 +88,12 @@ def named(point: Point, row: plans.Row, known: dict[str, float]) -> tuple[plans.
     """A row that was planned before, with named policies predicted again but for those that are known."""
     model, machine, changes, *_ = point
     return plans.beside(row, presets.load(model), hardware.override(hardware.load(machine), list(changes)), known)
+
+
+def bounded(point: Point, row: plans.Row) -> plans.Row:
+    """A row that was planned before, with its bound computed again."""
+    model, machine, changes, *_ = point
+    return plans.bounded(row, presets.load(model), hardware.override(hardware.load(machine), list(changes)))
 
 
 def kept(folder: Path) -> dict[tuple[str, str], tuple[plans.Row, dict[str, float]]]:
@@ -235,6 +241,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("analysis/results/plans"))
     parser.add_argument("--again", nargs="+", metavar="TEXT", default=[])
     parser.add_argument("--named", nargs="*", metavar="POLICY")
+    parser.add_argument("--bounds", action="store_true")
     parser.add_argument("--brute-force", type=int, metavar="N")
     parser.add_argument("--more-memory", action="store_true")
     chosen = parser.parse_args()
@@ -251,10 +258,15 @@ def main() -> None:
     anew = [p for p in points if any(text in name for text in chosen.again or [""] for name in (p[0], p[3]))]
     if not anew:
         parser.error(f"no model or machine contains {' or '.join(chosen.again)}")
-    if chosen.named is not None:
+    if chosen.named is not None or chosen.bounds:
         if not rows:
-            parser.error(f"--named goes on from plans, and there are none in {chosen.out}: leave it out first")
+            which = "--bounds" if chosen.bounds else "--named"
+            parser.error(f"{which} goes on from plans, and there are none in {chosen.out}: leave it out first")
         known = [(p, *rows[p[0], p[3]]) for p in anew if (p[0], p[3]) in rows]
+    if chosen.bounds:
+        for point, row, rates in track(known, "bounding"):
+            rows[row.model, row.machine] = row if row.reason else bounded(point, row), rates
+    elif chosen.named is not None:
         fit = [(point, row, _others(rates, chosen.named)) for point, row, rates in known if not row.reason]
         with ProcessPoolExecutor(CORES) as pool:
             found: Iterable[tuple[plans.Row, dict[str, float]]] = pool.map(named, *zip(*fit, strict=True))

@@ -45,6 +45,15 @@ def test_policies_that_are_known_are_not_predicted_again() -> None:
     assert again == replace(row, best_named="gemini", best_named_tokens_per_s=1e9, zero3_offload_tokens_per_s=1.0)
 
 
+def test_a_bound_is_computed_again_and_the_parts_of_the_gap_with_it() -> None:
+    row, _ = small()
+    low = replace(row, bound_s=row.bound_s / 2, gap=2 * row.gap + 1, more_work=2 * row.more_work + 1)
+    again = plans.bounded(low, MODEL, SMALL)
+    for found, right in ((again.bound_s, row.bound_s), (again.gap, row.gap), (again.more_work, row.more_work)):
+        assert found == pytest.approx(right, abs=1e-9)
+    assert replace(again, bound_s=row.bound_s, gap=row.gap, more_work=row.more_work) == row
+
+
 def test_a_named_policy_has_what_suits_it() -> None:
     """More micro-batches where fewer do not fit, and what is pointwise computed again where that is faster."""
     named = plans.named_rates(MODEL, SMALL, Workload(micro_batch_size=4, seq_len=512), ["streamed"])
