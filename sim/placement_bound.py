@@ -12,7 +12,8 @@ of every schedule of the language that trains all weights exactly, because each 
                 two steps, or at the turn; such state the other way; activations sent away
   host          the optimizer of what the CPU updates, one op at a time; memory traffic of it and of all copies. Blocks
                 are none of that where the optimizer multiplies matrices
-  drive         state and weights that are not always in memory, read and written once; activations sent on to it
+  drive         state and weights that are not always in memory, read and written at least once; activations sent on
+                to it
   device memory at the turn all kept activations of a micro-batch are there, with the weights that are not loaded
                 again, the state that lives there, what the op at the turn touches, and the largest workspace; between
                 two steps the weights that do not come for the forward, that state, the embedding's weights and the
@@ -42,12 +43,12 @@ backward of a step, and precede the first turn of the next:
 Without clipping there are three, of which the middle one is empty with one micro-batch: from the last turn to the
 moment between two steps, from there to the next first turn, and from the first turn to the last. A micro-batch that is
 in flight at the first turn has run forward before it, one in flight at the last runs backward after it, and in the
-middle is what the GPU does of all others. There is no update in it, for an update needs the gradient of all
-micro-batches, and the first forward needs all updates. (The head's may begin before the last block's backward.) So the
-CPU's time comes on top of it, and so does the drive's (`sim.drive_windows`): what is read or written in another window
-than its update is in memory at a moment between these, and so are gradients that wait for an update after the last
-backward; weights that are gone at the last turn are read for the backward, and those that are gone between two steps
-for the forward. At the three moments all that is not on the drive is in the two memories together.
+middle the GPU runs the others, and all losses but one. There is no update in it, for an update needs the gradient of
+all micro-batches, and the first forward needs all updates. (The head's may begin before the last block's backward.) So
+the CPU's time comes on top of it. And what is on a drive alone at one of the three moments is read and written in
+windows that allow for it (`sim.drive_windows`), while all else is in the two memories then: a state is read before its
+update and written after it, weights are written after it and read for every backward and forward that finds them gone,
+and of what is updated after the last backward the gradient waits.
 
 With a > 1 micro-batches each has a turn, and the budget of device memory is that of their average (`sim.turns`). Let f
 be how many micro-batches' activations of a block are in flight there on average, of k that are kept, or, wherever they
@@ -104,8 +105,8 @@ from sim.placement_program import (
     HOST,
     MIDDLE,
     NVME,
-    OFF_BOTH,
     VARIABLES,
+    WINDOWS,
     PlacementProgram,
     in_window,
     only_in,
@@ -170,7 +171,7 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
     for parts, limited in _limits(costs, [fixed, *lp.areas], profile, turn):
         row = np.zeros(columns + VARIABLES)
         row[:columns] = [_weighed(areas, parts) / scale for areas in lp.areas]
-        row[columns:] = limited
+        row[columns:] = [-limited.get(window, 0.0) for window in ("", *WINDOWS)]
         rows.append(row)
         limits.append(-_weighed(fixed, parts) / scale)
     for taken, free in _in_memory(lp, costs, profile, budget, turn):
@@ -187,26 +188,26 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
             b_ub=limits,
             A_eq=np.array([lp.row(terms) for terms, _ in lp.exactly]),
             b_eq=[value for _, value in lp.exactly],
-            bounds=[(0.0, 1.0)] * columns + [(0.0, longest), (0.0, None), (0.0, None)],
+            bounds=[(0.0, 1.0)] * columns + [(0.0, longest)] + [(0.0, None)] * len(WINDOWS),
             method="highs",
         )
 
-    solved = solve([0.0] * columns + [1.0, 0.0, 0.0], None)
+    solved = solve([0.0] * columns + [1.0] + [0.0] * len(WINDOWS), None)
     if solved.status == INFEASIBLE:
         raise NoPlacement(f"{model.name} does not fit {profile.name}")
     if not solved.success:  # which is no word on what fits
         raise ArithmeticError(f"the bound of {model.name} on {profile.name} could not be solved: {solved.message}")
     period = float(solved.x[columns])
     # of all placements with that period, the one that does least: what it is busy with is what it must do
-    work = [sum(ns for name, ns in areas.items() if name != MIDDLE) / scale for areas in lp.areas]
-    least = solve([*work, 0.0, 0.0, 0.0], period * (1 + AS_SHORT))
+    work = [sum(ns for name, ns in areas.items() if not name.startswith(MIDDLE)) / scale for areas in lp.areas]
+    least = solve([*work, *[0.0] * VARIABLES], period * (1 + AS_SHORT))
     shares = [float(share) for share in np.clip((least if least.success else solved).x[:columns], 0.0, 1.0)]
     found = Counter[str](fixed)
     for of_column, share in zip(lp.areas, shares, strict=True):
         _add(found, of_column, share)
     return PlacementBound(
         period_ns=period * scale * (1 - SOLVED_TO),
-        areas_ns={name: ns for name, ns in sorted(found.items()) if not name.startswith((FORWARD, BACKWARD, MIDDLE))},
+        areas_ns={name: ns for name, ns in sorted(found.items()) if not name.startswith(WINDOWS)},
         placed=_placed(lp, shares),
     )
 
@@ -225,7 +226,7 @@ def _always(costs: LayerAreas, turn: int) -> Counter[str]:
                 first = 1.0 / workload.accumulation if window == FORWARD else 1.0
                 _add(fixed, only_in(areas, window), first)
             if phase == Phase.LOSS and turn == model.head:  # but for the last one's
-                _add(fixed, {MIDDLE: areas.get(GPU, 0.0)}, 1.0 - 1.0 / workload.accumulation)
+                _add(fixed, {MIDDLE + GPU: areas.get(GPU, 0.0)}, 1.0 - 1.0 / workload.accumulation)
     return fixed
 
 
@@ -258,28 +259,30 @@ def _in_memory(
         states = sum(costs.nbytes(STATE, i) for i in model.layers)
         others = sum(costs.nbytes(WEIGHT, i) for i in model.layers if i != turn)
         for memory, always in ((BOTH_FIRST, at_turn), (BOTH_LAST, at_turn), (BOTH_BETWEEN, hidden + workspace)):
-            yield lp.bytes_in(memory) - lp.bytes_in(OFF_BOTH), both - states - others - always
+            yield lp.bytes_in(memory), both - states - others - always
     yield lp.bytes_in(HOST), float(budget.host_bytes)
     yield lp.bytes_in(NVME), float(budget.nvme_bytes)
 
 
 def _limits(
     costs: LayerAreas, all_areas: Sequence[Areas], profile: HardwareProfile, turn: int
-) -> Iterator[tuple[dict[str, float], tuple[float, float, float]]]:
-    """Sums of resources that a window limits, as factor by resource, and which of the VARIABLES that is."""
+) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
+    """Sums of resources, as factor by resource, and the windows that they do not exceed, "" being all of the period."""
     names = sorted({name for areas in all_areas for name in areas})
     slower = profile.gpu.copy_slowdown.value
-    limited = {"": (-1.0, 0.0, 0.0), FORWARD: (0.0, -1.0, 0.0), BACKWARD: (0.0, 0.0, -1.0)}
     for name in names:
-        yield {name: 1.0}, limited[next((window for window in (FORWARD, BACKWARD) if name.startswith(window)), "")]
+        yield {name: 1.0}, {next((window for window in WINDOWS if name.startswith(window)), ""): 1.0}
     if turn == costs.model.head:  # whose update may run before the last block's backward
-        yield {OPTIMIZER: 1.0, MIDDLE: 1.0}, limited[""]
-    for window, by in limited.items():
+        yield {OPTIMIZER: 1.0}, {"": 1.0, MIDDLE: -1.0}
+    for window in ("", *WINDOWS):
         for link in (H2D, D2H):
             if slower and window + GPU in names and window + link in names:
-                yield {window + GPU: 1.0, window + link: slower / (1.0 + slower)}, by
+                yield {window + GPU: 1.0, window + link: slower / (1.0 + slower)}, {window: 1.0}
     # one after another; with clipping BACKWARD begins with the first turn
-    yield {} if costs.workload.grad_clip is not None else {MIDDLE: 1.0}, (-1.0, 1.0, 1.0)
+    clips = costs.workload.grad_clip is not None
+    yield {}, {"": 1.0, FORWARD: -1.0, BACKWARD: -1.0, **({} if clips else {MIDDLE: -1.0})}
+    if costs.workload.accumulation == 1:
+        yield {}, {MIDDLE: -1.0}
 
 
 def _weighed(areas: Areas, parts: Mapping[str, float]) -> float:
@@ -290,8 +293,6 @@ def _place(lp: PlacementProgram, costs: LayerAreas, i: int, n: int, turn: int, *
     """The choices for `n` layers like layer i. What the op at the turn touches is among what is always there."""
     block, passes = costs.model.is_block(i), costs.workload.accumulation
     windows, clips = passes == 1, costs.workload.grad_clip is not None
-    # whether it is known when a drive is used: the head's update may run before the last block's backward
-    timed = not clips and (turn == costs.model.head or i != costs.model.head)
     weight, state = (n * costs.nbytes(t, i) for t in (WEIGHT, STATE))
     if block:
         activations = _activations(lp, costs, i, n, turn, has_nvme=has_nvme)
@@ -301,12 +302,9 @@ def _place(lp: PlacementProgram, costs: LayerAreas, i: int, n: int, turn: int, *
     elsewhere = lp.column(None, {HOST: weight}, label="weights on host", nbytes=weight)
     places = [retained, elsewhere]
     if has_nvme:
-        there = {NVME: weight, DRIVE_END: weight, OFF_BOTH: held}
-        areas = {} if timed and i != turn else costs.drive(WEIGHT, i, n)
-        drive = lp.column(areas, there, label="weights on NVMe", nbytes=weight)
+        areas = costs.drive(WEIGHT, i, n) if clips else {}
+        drive = lp.column(areas, {NVME: weight, DRIVE_END: weight}, label="weights on NVMe", nbytes=weight)
         places.append(drive)
-        if timed and i != turn:
-            drive_windows.of_weights(lp, costs, i, n, drive)
     lp.exactly.append((dict.fromkeys(places, 1.0), 1.0))
     reload = dict.fromkeys(places[1:], 1.0)
     on_device, on_cpu = (costs.update(i, tier, n) for tier in (Tier.DEVICE, Tier.HOST))
@@ -321,12 +319,13 @@ def _place(lp: PlacementProgram, costs: LayerAreas, i: int, n: int, turn: int, *
     if block and costs.workload.multiplies_to_update:
         lp.no_more([cpu], than=[])
     # at the turns; it may be on the device, having come back, or to be fetched from there by the CPU
-    in_host, there_too = lp.column(None, {HOST: state}), lp.column(None, {DEVICE: state, DEVICE_FIRST: state})
+    in_host, there_too = lp.column(None, {HOST: state}), lp.column(None, {DEVICE: state})
     fetched = lp.column(costs.round_trip(i, n))
     lp.no_more([there_too], than=[through, fetched])
     kept_state = {through: 1.0, cpu: 1.0, in_host: -1.0, there_too: -1.0}
     if has_nvme:
-        state_there = lp.column(costs.drive(STATE, i, n), {NVME: state, DRIVE_END: state, OFF_BOTH: state})
+        areas = costs.drive(STATE, i, n) if clips else {}
+        state_there = lp.column(areas, {NVME: state, DRIVE_END: state})
         kept_state[state_there] = -1.0
         if clips:  # others go there for the end of the last backward
             more = {
@@ -334,11 +333,11 @@ def _place(lp: PlacementProgram, costs: LayerAreas, i: int, n: int, turn: int, *
                 for cls in (WEIGHT, STATE, GRAD)
             }
             lp.at_most += [({drive: 1, more[WEIGHT]: 1}, 1.0), ({state_there: 1, more[STATE]: 1}, 1.0)]
-        if timed:
-            drive_windows.of_states(lp, costs, i, n, state_there)
+        else:
+            drive_windows.use(lp, costs, i, n, turn, weights=drive, states=state_there)
     lp.exactly.append((kept_state, 0.0))
     if clips:
-        _after_the_norm(lp, costs, i, n, resident=resident, through=through, there=there_too)
+        _after_the_norm(lp, costs, i, n, resident=resident, through=through)
     # what the device has made is sent to the host if it is gone between the steps, or at the turn
     between = lp.column(None, {} if i == costs.model.embed else {DEVICE_BETWEEN: weight})
     sent = lp.column(costs.copy(WEIGHT, i, Kind.OFFLOAD, n))
@@ -394,15 +393,13 @@ def _activations(
     return found
 
 
-def _after_the_norm(
-    lp: PlacementProgram, costs: LayerAreas, i: int, n: int, *, resident: int, through: int, there: int
-) -> None:
+def _after_the_norm(lp: PlacementProgram, costs: LayerAreas, i: int, n: int, *, resident: int, through: int) -> None:
     """What of these layers has to move between the last backward and the first turn, since their updates do not begin
     before and are made by then."""
     state, grad = (n * costs.nbytes(cls, i) for cls in (STATE, GRAD))
     come, leave = (only_in(costs.copy(STATE, i, kind, n), FORWARD) for kind in (Kind.PREFETCH, Kind.OFFLOAD))
     lp.all_of([lp.column(None, {DEVICE_END: state}), lp.column(come)], of=through)
-    lp.no_more([through], than=[lp.column(leave), lp.column(None, {DEVICE_FIRST: state}), there])
+    lp.no_more([through], than=[lp.column(leave), lp.column(None, {DEVICE_FIRST: state})])
     back = in_window(costs.copy(GRAD, i, Kind.PREFETCH, n), FORWARD)
     returns = lp.column(together(costs.copy(GRAD, i, Kind.OFFLOAD, n), back))
     lp.exactly.append(({resident: 1, through: 1, lp.column(None, {DEVICE_END: grad}): -1, returns: -1}, 0.0))

@@ -11,11 +11,11 @@ import numpy as np
 
 from sim.areas import Areas
 
-# before a resource: what is busy in that window of a step; MIDDLE is GPU time between the first turn and the last
-FORWARD, BACKWARD, MIDDLE = "forward ", "backward ", "between the turns"
-VARIABLES = 3  # after the columns: the period and its two windows
+# before a resource: what is busy in that window of a step; the middle one is from the first turn to the last
+FORWARD, BACKWARD, MIDDLE = WINDOWS = "forward ", "backward ", "between the turns "
+VARIABLES = 1 + len(WINDOWS)  # after the columns: the period and its windows
 
-# a memory and a moment:
+# a memory and a moment; of both memories together, what is not there is taken off:
 DEVICE = "device"  # at a turn, on average
 DEVICE_FIRST, DEVICE_LAST = "device at the first turn", "device at the last turn"
 DEVICE_AMID = "device between two turns"  # on average
@@ -24,7 +24,6 @@ DEVICE_END = "device as the last backward of a step ends"
 DRIVE_END = "drive as the last backward of a step ends"
 BOTH_FIRST, BOTH_LAST = "device and host at the first turn", "device and host at the last turn"
 BOTH_BETWEEN = "device and host between two steps"
-OFF_BOTH = "drive, not in device and host"  # at these three moments, unless counted there
 HOST, NVME = "host", "nvme"  # at a turn, on average
 
 

@@ -77,7 +77,8 @@ def at_turns(
 
 
 def _amid(lp: PlacementProgram, costs: LayerAreas, i: int, n: int, of: Activations, in_flight: Sequence[int]) -> None:
-    """Between two turns weights are there, or come once more, unless a micro-batch is in flight at both."""
+    """Between two turns weights are there, or come once more, unless one of the two micro-batches is in flight at the
+    other's turn."""
     a, clips = costs.workload.accumulation, costs.workload.grad_clip is not None
     loads = costs.copy(WEIGHT, i, Kind.PREFETCH, n * (a - 1))
     there = lp.column(None, {DEVICE_AMID: n * costs.nbytes(WEIGHT, i)})
@@ -102,7 +103,7 @@ def first_and_last(lp: PlacementProgram, costs: LayerAreas, i: int, n: int, of: 
         ns = costs.compute(i, phase, n * a).get(GPU, 0.0)
         # with clipping the window BACKWARD begins with the first turn
         outside = lp.column({} if costs.workload.grad_clip is not None else {window + GPU: ns})
-        lp.exactly.append(({outside: 1, lp.column({MIDDLE: ns}): 1}, 1.0))
+        lp.exactly.append(({outside: 1, lp.column({MIDDLE + GPU: ns}): 1}, 1.0))
         kept, away = lp.column(None, {device: saved * a, both: saved * a}), lp.column(None, {both: saved * a})
         lp.no_more([kept], than=[of.kept])
         lp.no_more([away], than=[of.away])
