@@ -29,12 +29,28 @@ from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from schedules.workspace import workspace_bytes
 from sim import hardware
 from sim.cost import demands
-from sim.machine import Measured
+from sim.machine import HardwareProfile, Measured
 from sim.placement_bound import SOLVED_TO, NoPlacement, PlacementBound, placement_bound
 from sim.prediction import memory_of, peak_bytes, predict
 from sim.signature import timed as timed_ops
 
 ROOMY = MemoryBudget(device_bytes=1 << 50, host_bytes=1 << 50, nvme_bytes=1 << 50)
+
+
+def bound_of_all_like(schedule: Schedule, profile: HardwareProfile) -> PlacementBound:
+    """The bound of its step with no byte of memory more than it takes."""
+    peak = peak_bytes(schedule, profile)
+    budget = MemoryBudget(device_bytes=peak[Tier.DEVICE], host_bytes=peak[Tier.HOST], nvme_bytes=peak.get(Tier.NVME, 0))
+    return placement_bound(schedule.model, schedule.workload, profile, budget)
+
+
+def there_and_back(p: Program) -> None:
+    """Forward, loss and backward of one micro-batch, by what lives on the device."""
+    for i in p.model.layers[:-1]:
+        p.forward(i)
+    p.loss()
+    for i in reversed(p.model.layers[:-1]):
+        p.backward(i)
 
 
 @pytest.mark.one_in(2)
@@ -279,11 +295,7 @@ def test_state_that_is_on_the_device_may_be_updated_on_the_cpu() -> None:
     state, grad = p.buffer("state", Tier.HOST), p.buffer("grad", Tier.HOST)
     for i in model.layers:
         p.keep_on_device(p.weight(i), p.grad(i), p.state(i))
-    for i in model.layers[:-1]:
-        p.forward(i)
-    p.loss()
-    for i in reversed(model.layers[:-1]):
-        p.backward(i)
+    there_and_back(p)
     for i in model.layers:
         p.offload(p.grad(i), out_of=p.home(p.grad(i)), into=grad)
         p.offload(p.state(i), out_of=p.home(p.state(i)), into=state)
@@ -295,9 +307,7 @@ def test_state_that_is_on_the_device_may_be_updated_on_the_cpu() -> None:
     verify(schedule)
     rates = ("gpu.memory_bandwidth=20GB/s", "links.h2d.bandwidth=200GB/s", "links.d2h.bandwidth=200GB/s")
     profile = round_profile(*rates, "links.duplex=400GB/s", "host.memory_bandwidth=400GB/s")
-    peak = peak_bytes(schedule, profile)
-    budget = MemoryBudget(device_bytes=peak[Tier.DEVICE], host_bytes=peak[Tier.HOST])
-    limit = placement_bound(model, workload, profile, budget)
+    limit = bound_of_all_like(schedule, profile)
     assert predict(schedule, profile).period_ns >= limit.period_ns
     assert limit.placed["state on CPU"] > 0.9  # the device would take longer
 
@@ -308,11 +318,7 @@ def test_a_state_may_be_updated_in_parts_that_were_measured_to_be_quicker() -> N
     state = {i: parts(4) if model.is_block(i) else (None,) for i in model.layers}
     for i in model.layers:
         p.keep_on_device(p.weight(i), p.grad(i), *(p.state(i, part) for part in state[i]))
-    for i in model.layers[:-1]:
-        p.forward(i)
-    p.loss()
-    for i in reversed(model.layers[:-1]):
-        p.backward(i)
+    there_and_back(p)
     for i in model.layers:
         for part in state[i]:
             p.update(i, stream=Stream.COMPUTE, part=part)
@@ -366,9 +372,7 @@ def test_no_interleaving_of_micro_batches_is_faster_than_the_bound(seed: int) ->
     slow = [f"{name}={rate * 10 ** chance.uniform(-2, 1):.6f}{unit}" for name, (rate, unit) in rates.items()]
     slow += ["gpu.memory_bandwidth=100TB/s", "host.memory_bandwidth=10TB/s", "links.duplex=1TB/s"]
     profile = hardware.override(hardware.load("rtx4090"), [*slow, "gpu.memory=1TB", "host.memory=1TB"])
-    peak = peak_bytes(schedule, profile)
-    budget = MemoryBudget(device_bytes=peak[Tier.DEVICE], host_bytes=peak[Tier.HOST], nvme_bytes=peak.get(Tier.NVME, 0))
-    assert predict(schedule, profile).period_ns >= placement_bound(model, workload, profile, budget).period_ns
+    assert predict(schedule, profile).period_ns >= bound_of_all_like(schedule, profile).period_ns
 
 
 @pytest.mark.parametrize(
@@ -400,9 +404,7 @@ def test_schedules_that_need_all_their_memory_come_close_to_the_bound(
     model, workload = shallow(28), step(4 // accumulation if drive else 1, 512 if drive else 8, accumulation)
     tight: dict[str, Knob] = {"slots": 1, "grad_slots": 1, "keep": 0, "slabs": 1, "nvme_slots": 1, **knobs}
     schedule = policies.build("streamed", model, workload, ROOMY, **tight)
-    peak = peak_bytes(schedule, profile)
-    budget = MemoryBudget(device_bytes=peak[Tier.DEVICE], host_bytes=peak[Tier.HOST], nvme_bytes=peak.get(Tier.NVME, 0))
-    least = placement_bound(model, workload, profile, budget).period_ns
+    least = bound_of_all_like(schedule, profile).period_ns
     assert least <= predict(schedule, profile).period_ns <= (1 + close) * least
 
 
@@ -471,6 +473,4 @@ def test_weights_that_are_updated_late_are_written_in_the_forward() -> None:
         "nvme.write=1GB/s",
     )
     profile = hardware.override(hardware.load("rtx4090"), list(rates))
-    peak = peak_bytes(schedule, profile)
-    budget = MemoryBudget(device_bytes=peak[Tier.DEVICE], host_bytes=peak[Tier.HOST], nvme_bytes=peak[Tier.NVME])
-    assert predict(schedule, profile).period_ns >= placement_bound(model, workload, profile, budget).period_ns
+    assert predict(schedule, profile).period_ns >= bound_of_all_like(schedule, profile).period_ns
